@@ -39,9 +39,9 @@ from jdisagg import devices
 from jdisagg.core.request import Request, RequestId, SamplingParams
 from jdisagg.core.settings import Settings
 from jdisagg.named_models import located
-from jdisagg.serve.build import build
-from jdisagg.serve.deployment import mesh_of, resolve_deployment
-from jdisagg.serve.local import LocalService
+from jdisagg.serve.deploy.assemble import build
+from jdisagg.serve.deploy.deployment import mesh_of, resolve_deployment
+from jdisagg.serve.driver.local_service import LocalService
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "", "folder; empty: the embedded model", flag_values=FLAGS)

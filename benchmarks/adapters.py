@@ -30,7 +30,7 @@ from benchmarks.machine import described
 from jdisagg import LLM, SamplingParams
 from jdisagg.core.adapters import Adapter
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adapted_leaves, target_of
+from jdisagg.model.lora import CONFIG_FILE, WEIGHTS_FILE, adapted_leaves, target_of
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "", "folder; empty: the embedded model", flag_values=FLAGS)

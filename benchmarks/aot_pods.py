@@ -1,4 +1,4 @@
-"""Llama-3-70B on slices and hosts that are not here: `jdisagg.aot` of meshes whose workers span hosts, pod by pod.
+"""Llama-3-70B on slices and hosts that are not here: `jdisagg aot` of meshes whose workers span hosts, pod by pod.
 
 Of each worker's largest step are told its collectives, what its busiest device sends over NVLink or ICI and to other
 hosts, the least time that takes, and the floor of its arithmetic and its memory.
@@ -71,9 +71,9 @@ def report_of(pod: str, folder: Path) -> dict[str, Any]:
     if not path.exists():
         model = shallow(Path(FLAGS.model), FLAGS.layers, folder) if FLAGS.layers else FLAGS.model
         given = [f"--model={model}", f"--mesh={mesh}", f"--target={target}", f"--json={path}", *SIZES]
-        done = subprocess.run([sys.executable, "-m", "jdisagg.aot", *given], check=False)
+        done = subprocess.run([sys.executable, "-m", "jdisagg aot", *given], check=False)
         if done.returncode:
-            raise RuntimeError(f"{pod}: jdisagg.aot ended with {done.returncode}")
+            raise RuntimeError(f"{pod}: jdisagg.commands.aot ended with {done.returncode}")
     return json.loads(path.read_text())
 
 

@@ -29,8 +29,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.policy.autoscaler import Scaling
 from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, by_roofline, cluster_spec
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.hardware import hardware
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import Outcome, Record
 from jdisagg.sim.scaled import FlipCosts, ScaledCluster
 from jdisagg.sim.traces import Trace, one_after_another, read_azure, read_servegen_clients

@@ -3,7 +3,7 @@
     python -m benchmarks.calibration [--meshes=prefill:tp1,decode:pp1;colocated:1xtp1] [--requests=80] [--load=0.6]
         [--output=FILE] [--profiles=FOLDER]
 
-For each mesh: the run's own programs are timed (as jdisagg.profile does) before, between and after the live runs, so
+For each mesh: the run's own programs are timed (as jdisagg.commands.profile does) before, between and after the live runs, so
 that what else the machine does falls on both sides; the rate is the one at which the simulator's busiest worker is at
 work for --load of the time; then Poisson arrivals, open loop, in this process. The simulator is given the instants at
 which the requests were really sent. Errors are of means: (simulated - live) / live; MAPE is the mean of their sizes.
@@ -29,18 +29,17 @@ from benchmarks import machine as this_machine
 from benchmarks.inprocess import Local, settings_of
 from benchmarks.load import Sample
 from benchmarks.workload import Job, Lengths, Workload
-from jdisagg import banner, devices
+from jdisagg import devices, terminal
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Profile
 from jdisagg.core.settings import Settings
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.profiling.machine import describe_machine
-from jdisagg.profiling.profiler import Profiler
-from jdisagg.serve.build import load_executors, router_config, warm
-from jdisagg.serve.deployment import mesh_of, resolve_deployment
-from jdisagg.serve.local import LocalService
+from jdisagg.profiling.profiler import Profiler, describe_machine
+from jdisagg.serve.deploy.assemble import load_executors, router_config, warm
+from jdisagg.serve.deploy.deployment import mesh_of, resolve_deployment
+from jdisagg.serve.driver.local_service import LocalService
 from jdisagg.sim.measured import cluster_spec_of
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.shared import simulated
@@ -125,7 +124,7 @@ class Stack:
     def __init__(self, settings: Settings, found: Sequence[object], console: Console) -> None:
         self.settings, self.mesh = settings, mesh_of(settings)
         self.deployment = resolve_deployment(settings, "cpu", None)
-        self.bar, self.on_progress = banner.compile_bar(console)
+        self.bar, self.on_progress = terminal.compile_bar(console)
         with self.bar:
             self.machines = load_executors(self.deployment, settings, found)
             warm(self.machines, self.on_progress)

@@ -28,21 +28,20 @@ from rich.table import Table
 from benchmarks import entry
 from benchmarks.machine import described
 from benchmarks.shallow import shallow
-from jdisagg import aot
-from jdisagg.aot_times import StepTimes
+from jdisagg.commands import aot
+from jdisagg.commands.aot_report import StepTimes
+from jdisagg.core.hardware import Target, Work
 from jdisagg.core.request import WorkerId
-from jdisagg.core.roofline import Work
 from jdisagg.core.schedule import End, Start, Turns
 from jdisagg.core.settings import Settings
-from jdisagg.core.targets import Target
 from jdisagg.devices import usable_bytes
 from jdisagg.engine.compile_check import check
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.model import columns, halves
+from jdisagg.model import network, norms
 from jdisagg.parallel import compiler_flags
 from jdisagg.parallel.compiler_flags import COMPILER_FLAGS, CompilerFlag
 from jdisagg.parallel.topology import ENVIRONMENT, devices_of
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deploy.deployment import resolve_deployment
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "configs/llama3_70b", "folder with a config.json", flag_values=FLAGS)
@@ -73,9 +72,9 @@ def tried(target: Target) -> Iterator[tuple[str, tuple[CompilerFlag, ...], int]]
     """(what is left out, the flags that are left, fewest rows of a half)."""
     kind = devices_of(target)[0].device_kind
     concerned = tuple(each for each in COMPILER_FLAGS if each.concerns(kind))
-    yield "", concerned, halves.FEWEST_ROWS
+    yield "", concerned, norms.FEWEST_ROWS
     for flag in concerned:
-        yield flag.name, tuple(each for each in concerned if each is not flag), halves.FEWEST_ROWS
+        yield flag.name, tuple(each for each in concerned if each is not flag), norms.FEWEST_ROWS
     yield ALL, (), UNCUT
 
 
@@ -110,8 +109,8 @@ def told(folder: Path, target: Target) -> Iterator[Told]:
         compiler_flags.forget()
         with (
             mock.patch.object(compiler_flags, "COMPILER_FLAGS", left),
-            mock.patch.object(halves, "FEWEST_ROWS", fewest),
-            mock.patch.object(columns, "SENT_BESIDE_BYTES", UNCUT if without == ALL else columns.SENT_BESIDE_BYTES),
+            mock.patch.object(norms, "FEWEST_ROWS", fewest),
+            mock.patch.object(network, "SENT_BESIDE_BYTES", UNCUT if without == ALL else network.SENT_BESIDE_BYTES),
         ):
             times, declared = steps(folder, target)
             checked = check(declared, every=True)

@@ -32,8 +32,8 @@ from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
 from jdisagg.engine.runner import Runner
 from jdisagg.kv.shipping import send, shapes_of
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.build import load_executors
-from jdisagg.serve.deployment import EMBEDDED_MODEL, mesh_of, resolve_deployment
+from jdisagg.serve.deploy.assemble import load_executors
+from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL, mesh_of, resolve_deployment
 from pallas_kernels.wire_format import WIRES
 
 MODULES = ("argparse", "calendar", "csv", "difflib", "heapq", "shlex", "textwrap", "zipfile")

@@ -11,7 +11,7 @@ stream sees on one idle device.
 
 --profiles shows what the simulator foretells. A turn costs by its slots, so there is a profile for each number:
 
-    for slots in 16 32; do PJRT_NPROC=1 taskset -c 0 python -m jdisagg.profile --mesh=prefill:tp1,decode:tp1 \\
+    for slots in 16 32; do PJRT_NPROC=1 taskset -c 0 python -m jdisagg profile --mesh=prefill:tp1,decode:tp1 \\
         --max_num_seqs=$slots --max_model_len=768 --output=slots$slots.json; done
 """
 
@@ -42,7 +42,7 @@ from benchmarks.load import Ask, Burst, closed_loop
 from benchmarks.workload import Job, Lengths, Workload
 from jdisagg.core.profile import Profile, read_profile
 from jdisagg.model.hf_config import read_config
-from jdisagg.serve.deployment import EMBEDDED_MODEL
+from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL
 
 FLAGS = flags.FlagValues()
 QUICK = flags.DEFINE_bool("quick", False, "2 rounds at 1, 4 and 16 streams", flag_values=FLAGS)
@@ -59,7 +59,7 @@ LIMIT_S = flags.DEFINE_float("limit_s", 600.0, "no round begins that would end l
 START_S = flags.DEFINE_float("start_s", 600.0, "longest wait for the stacks", flag_values=FLAGS)
 CACHE_DIR = flags.DEFINE_string("cache_dir", "", "keeps compiled programs for the next run", flag_values=FLAGS)
 PROFILES = flags.DEFINE_list(
-    "profiles", [], "of jdisagg.profile on one core: the simulation is shown beside", flag_values=FLAGS
+    "profiles", [], "of jdisagg.commands.profile on one core: the simulation is shown beside", flag_values=FLAGS
 )
 OUTPUT = flags.DEFINE_string("output", "", "JSON file to write", flag_values=FLAGS)
 PLOT = flags.DEFINE_string("plot", "", "PNG file to write", flag_values=FLAGS)

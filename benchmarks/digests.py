@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg import devices
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.worker_config import Digests
 from jdisagg.kv.pools import StagePages
 from jdisagg.kv.shipping import TransferPrograms, check_landed, insert_landed, ship_pages

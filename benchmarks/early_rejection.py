@@ -20,8 +20,7 @@ from benchmarks.machine import described
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, by_roofline, cluster_spec, longest
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.hardware import hardware
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import SLO
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace

@@ -27,10 +27,10 @@ from benchmarks.http_client import Server, first_model
 from benchmarks.load import Burst, closed_loop
 from benchmarks.peers.processes import Command, ServerFailed, free_port, running
 from benchmarks.workload import Lengths, Workload
-from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
+from jdisagg.core.layout.kv_layout import DTYPE_BYTES, KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.hf_config import read_config
-from jdisagg.serve.deployment import EMBEDDED_MODEL, PAGE_DTYPES
+from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL, PAGE_DTYPES
 
 WEIGHT_BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float32": 4}  # of --weight_dtype; others: as stored
 FLAGS = flags.FlagValues()

@@ -49,8 +49,8 @@ from jdisagg.model import looped_params
 from jdisagg.parallel.submesh import Program
 from jdisagg.policy.step_results import StepResults
 from jdisagg.policy.worker import Worker
-from jdisagg.serve import collector
-from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.deploy import memory
+from jdisagg.serve.driver.driver import LiveDriver
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_list("slots", ["8", "64", "256"], "of the decode worker, all taken", flag_values=FLAGS)
@@ -257,7 +257,7 @@ def measure(folder: Path, slots: int, stages: int, turns: int, form: str) -> Row
         stack.enter_context(mock.patch.object(LiveDriver, "_one_round", actors.ended(LiveDriver._one_round)))
         llm = stack.enter_context(open_llm(folder, slots, stages, turns, tokens))
         before = gc.get_threshold()
-        collector.settle()  # as servers do
+        memory.settle()  # as servers do
         found = _measured(llm, clocks, slots, stages, turns, tokens)
         gc.unfreeze()
         gc.set_threshold(*before)

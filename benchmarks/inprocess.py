@@ -13,7 +13,7 @@ from benchmarks.workload import Job
 from jdisagg.core.errors import JdisaggError
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
 from jdisagg.core.settings import Settings
-from jdisagg.serve.service import Service
+from jdisagg.serve.driver.service import Service
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from benchmarks import entry, machine, report
 from jdisagg import devices
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.settings import Settings
 from jdisagg.model.calibration import TEXT, measure_kv_loss
 from jdisagg.model.checkpoint import open_source, read_model
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.named_models import located
-from jdisagg.serve.deployment import PAGE_DTYPES, place_of
+from jdisagg.serve.deploy.deployment import PAGE_DTYPES, place_of
 
 FLAGS = flags.FlagValues()
 MODEL = flags.DEFINE_string("model", "", "as of jdisagg.launch", flag_values=FLAGS)

@@ -25,7 +25,7 @@ from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg import LLM, SamplingParams
 from jdisagg.core.ledger import Mark
-from jdisagg.serve.offline import Completion
+from jdisagg.serve.frontends.offline import Completion
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "", "folder; empty: the embedded model", flag_values=FLAGS)

@@ -25,10 +25,9 @@ from benchmarks import entry, machine, report
 from benchmarks.kernels_timing import Contestant, race
 from benchmarks.peers.make_models import SHAPES
 from jdisagg import devices
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.model_config import ModelConfig, WeightFormat
 from jdisagg.core.settings import Settings
-from jdisagg.core.weight_format import WeightFormat
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.kv.pools import StagePages
 from jdisagg.model.checkpoint import open_source, read_model

@@ -30,8 +30,7 @@ from jdisagg.policy.decode_sequence import DecodeSequence, admitted
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, by_roofline, cluster_spec
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.hardware import hardware
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.traces import Trace
 from jdisagg.sim.traces.workloads import READERS, drawn, read_workload
 

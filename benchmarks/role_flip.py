@@ -27,7 +27,7 @@ from benchmarks.machine import described
 from jdisagg.core.events import ROUTER, ChangeRole
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.serve.local import LocalService
+from jdisagg.serve.driver.local_service import LocalService
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "", "folder, GGUF file or name, as launch's; empty: the embedded model", flag_values=FLAGS)

@@ -34,8 +34,8 @@ from benchmarks.machine import described
 from jdisagg.core.errors import RequestError
 from jdisagg.model.grammars.grammars import GrammarCompiler, Whitespace, open_grammars
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.deployment import EMBEDDED_MODEL
-from jdisagg.serve.structured.forms import SCHEMA, Form, grammar_of
+from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL
+from jdisagg.serve.frontends.structured import SCHEMA, Form, grammar_of
 
 DRAFTS = {
     "draft7": "http://json-schema.org/draft-07/schema#",

@@ -31,8 +31,8 @@ from benchmarks.load import Ask, closed_loop
 from benchmarks.workload import Lengths, Workload
 from jdisagg import devices
 from jdisagg.core.settings import Settings
-from jdisagg.serve.build import build
-from jdisagg.serve.deployment import mesh_of, resolve_deployment
+from jdisagg.serve.deploy.assemble import build
+from jdisagg.serve.deploy.deployment import mesh_of, resolve_deployment
 
 FLAGS = flags.FlagValues()
 URL = flags.DEFINE_string(

@@ -19,8 +19,8 @@ from typing import Any
 
 import grpc.aio
 
-from jdisagg.serve.grpc.jetstream_pb2 import DecodeRequest
-from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorStub
+from jdisagg.serve.frontends.grpc.jetstream_pb2 import DecodeRequest
+from jdisagg.serve.frontends.grpc.jetstream_pb2_grpc import OrchestratorStub
 
 JOB_S = 120.0  # longest time of one job
 CLIENT_S = 60.0  # that the server gives a client to ask or to read

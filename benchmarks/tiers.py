@@ -27,10 +27,8 @@ import redis
 
 import jdisagg
 from benchmarks import machine
-from jdisagg.kv.tiers.disk import DiskStore
-from jdisagg.kv.tiers.dram import DramStore
 from jdisagg.kv.tiers.pool.open import open_pool
-from jdisagg.kv.tiers.store import Store
+from jdisagg.kv.tiers.stores import DiskStore, DramStore, Store
 from tests.kv.tiers.valkey import Valkey
 
 AIMS = {"dram": 0.6, "disk": 0.6, "redis": 0.7}  # of the bare counterpart's GB/s

@@ -26,8 +26,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.router_config import Routing
 from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, Topology, by_roofline, cluster_spec, longest
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.hardware import hardware
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace

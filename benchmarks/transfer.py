@@ -33,13 +33,13 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
-from jdisagg.kv.transport.link import Link
+from jdisagg.kv.transport.config import Link
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.build import load_executors, router_config, warm
-from jdisagg.serve.deployment import mesh_of, resolve_deployment
-from jdisagg.serve.local import LocalService
+from jdisagg.serve.deploy.assemble import load_executors, router_config, warm
+from jdisagg.serve.deploy.deployment import mesh_of, resolve_deployment
+from jdisagg.serve.driver.local_service import LocalService
 
 TARGET = 0.10  # of the transfer exposed, for prompts of `LONG_CHUNKS` chunks and more on links that keep up
 LONG_CHUNKS = 4

@@ -31,10 +31,8 @@ import numpy as np
 from benchmarks import machine
 from benchmarks.shaped import Unshapable, shaped_link
 from jdisagg.kv.transport.choose import available, open_transport
-from jdisagg.kv.transport.config import Identity, TransportConfig
-from jdisagg.kv.transport.link import Link
-from jdisagg.kv.transport.protocol import Transport
-from jdisagg.kv.transport.ticket import Ticket, TransferId, read_ticket
+from jdisagg.kv.transport.config import Identity, Link, TransportConfig
+from jdisagg.kv.transport.ticket import Ticket, TransferId, Transport, read_ticket
 
 SECRET, IDENTITY = b"a secret of this benchmark alone", Identity("benchmark", "benchmark", "float32")
 LOAD = {"8 KB": (1, 8 << 10), "1 MB": (1, 1 << 20), "64 MB x 8": (8, 8 << 20), "256 MB x 32": (32, 8 << 20)}

@@ -8,9 +8,9 @@ from typing import Any
 
 _ROOMS = {
     "LLM": "jdisagg.llm",
-    "Completion": "jdisagg.serve.offline",
-    "Choice": "jdisagg.serve.offline",
-    "SamplingParams": "jdisagg.serve.sampling_params",
+    "Completion": "jdisagg.serve.frontends.offline",
+    "Choice": "jdisagg.serve.frontends.offline",
+    "SamplingParams": "jdisagg.serve.frontends.sampling_params",
     "Settings": "jdisagg.core.settings",
     "MeshSpec": "jdisagg.core.mesh_spec",
 }

@@ -16,12 +16,12 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from jdisagg import banner, devices, interrupts
+from jdisagg import command, devices, terminal
 from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.errors import ConfigError, JdisaggError
 from jdisagg.core.settings import Settings
 from jdisagg.serve.cluster.worker_process import WorkerProcess
-from jdisagg.serve.deployment import Deployment, resolve_deployment
+from jdisagg.serve.deploy.deployment import Deployment, resolve_deployment
 from jdisagg.serve.group.assembly import GroupUnfilled
 from jdisagg.serve.group.build import LeaderStart, MemberStart
 from jdisagg.serve.group.member import GroupEnded
@@ -78,8 +78,8 @@ def _lead(settings: Settings, console: Console, place: GroupPlace, run_workers: 
         device_bytes = devices.memory_bytes(found[0])
         deployment = resolve_deployment(settings, found[0].platform, device_bytes, chip=devices.chip_of(found[0]))
         check_whole(settings, deployment)
-        banner.show(console, deployment, found[0].platform, settings.load_format)
-        bar, on_progress = banner.compile_bar(console)
+        terminal.show(console, deployment, found[0].platform, settings.load_format)
+        bar, on_progress = terminal.compile_bar(console)
         with bar:
             workers = start.build(deployment, found, device_bytes, on_progress, ends.put)
     except JdisaggError as error:
@@ -102,7 +102,7 @@ def _follow(settings: Settings, console: Console, place: GroupPlace) -> int:
         deployment = resolve_deployment(
             settings, found[0].platform, said["device_bytes"], chip=devices.chip_of(found[0])
         )
-        bar, on_progress = banner.compile_bar(console)
+        bar, on_progress = terminal.compile_bar(console)
         with bar:
             member = start.build(deployment, found, said, on_progress)
     except GroupEnded as ended:
@@ -114,7 +114,7 @@ def _follow(settings: Settings, console: Console, place: GroupPlace) -> int:
 
     def stop(number: int, frame: object) -> None:
         if stopping.is_set():
-            os._exit(interrupts.INTERRUPTED)
+            os._exit(command.INTERRUPTED)
         stopping.set()
         threading.Thread(target=member.leave, daemon=True).start()
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import sys
 
-from jdisagg import interrupts, supervise
+from jdisagg import command, supervise
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     if supervise.asked(sys.argv):
         sys.exit(supervise.run(supervise.child_of(sys.argv)))
-    interrupts.end_at_once("starting")
+    command.end_at_once("starting")
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ from absl import flags as absl_flags
 from rich.console import Console
 from rich.progress import Progress
 
-from jdisagg import banner, command, config, devices, flags, labels, saved_programs, terminal
+from jdisagg import command, devices, flags, saved_programs, terminal
 from jdisagg.cluster.membership import POD_PORT, GroupPlace, resolve
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
@@ -38,10 +38,6 @@ from jdisagg.core.settings import Settings
 from jdisagg.groups import run_group
 from jdisagg.model.checkpoint import weight_files
 from jdisagg.named_models import located
-from jdisagg.serve import servers
-from jdisagg.serve.answer_file import PLAIN, AnswerFile
-from jdisagg.serve.batch import Batch, read_jobs
-from jdisagg.serve.build import build
 from jdisagg.serve.cluster.front_process import build_front
 from jdisagg.serve.cluster.processes import (
     ALL_ROLES,
@@ -53,12 +49,15 @@ from jdisagg.serve.cluster.processes import (
     roles_of,
 )
 from jdisagg.serve.cluster.worker_process import WorkerProcess, build_workers
-from jdisagg.serve.deployment import AUTO, mesh_of, resolve_deployment
-from jdisagg.serve.device_trace import Profiles, own_profile
-from jdisagg.serve.dry_run import DryRun
-from jdisagg.serve.local import LocalService
-from jdisagg.serve.log_lines import write_logs
-from jdisagg.serve.requests_file import holds_calls, read_calls, rows_of
+from jdisagg.serve.deploy import servers
+from jdisagg.serve.deploy.assemble import build
+from jdisagg.serve.deploy.deployment import AUTO, mesh_of, resolve_deployment
+from jdisagg.serve.deploy.dry_run import DryRun
+from jdisagg.serve.driver.local_service import LocalService
+from jdisagg.serve.frontends.batch import Batch, read_jobs
+from jdisagg.serve.frontends.offline import PLAIN_ROWS, AnswerFile, holds_calls, read_calls, rows_of
+from jdisagg.serve.observability.log_lines import write_logs
+from jdisagg.serve.observability.tracing import Profiles, own_profile
 
 FAILED = 1
 FLUSH_S = 2.0  # for answers to end with the error after the driver has died
@@ -73,7 +72,7 @@ def declare() -> flags.FlagValues:
 
 
 def body(values: flags.FlagValues) -> int:
-    settings = config.settings_of(values)
+    settings = flags.settings_of(values)
     if values.target and not values.dry_run:
         raise FlagError(f"--target={values.target} is for --dry_run: a run has the devices that there are")
     return preview(settings, values.target) if values.dry_run else run(settings)
@@ -85,7 +84,7 @@ def preview(settings: Settings, target: str) -> int:
     platform, memory_bytes, chip = devices.imagined(settings.platform, target, not settings.kv_tokens)
     deployment = resolve_deployment(settings, platform, memory_bytes, chip=chip)
     there = bool(weight_files(deployment.model_folder))  # a config.json alone will do
-    banner.show(console, deployment, platform, settings.load_format if there else "random")
+    terminal.show(console, deployment, platform, settings.load_format if there else "random")
     group = GroupPlace(settings.group, 0, settings.group_size, settings.coordinator or f"LEADER:{POD_PORT}")
     place = group if settings.group_size > 1 else resolve(settings, os.environ)
     for line in DryRun(deployment, settings, platform, place).lines():
@@ -98,7 +97,7 @@ def run(settings: Settings) -> int:
     if settings.supervise:  # as a file or the environment says
         return supervise.run(supervise.child_of(sys.argv))
     write_logs(settings.log_level, settings.log_format)
-    settings = replace(settings, labels=str(labels.here(settings.labels)))
+    settings = replace(settings, labels=str(terminal.here(settings.labels)))
     console = Console(stderr=bool(settings.prompt or settings.chat), soft_wrap=True)
     if settings.role != ALL_ROLES:
         return run_in_cluster(settings, console)
@@ -117,18 +116,18 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
     found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
     first = devices.first_of_most(found)
     deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first), chip=devices.chip_of(first))
-    banner.show(console, deployment, " and ".join(mesh.platforms) or first.platform, settings.load_format)
-    bar, on_progress = banner.compile_bar(console)
+    terminal.show(console, deployment, " and ".join(mesh.platforms) or first.platform, settings.load_format)
+    bar, on_progress = terminal.compile_bar(console)
     with bar:
-        service = build(deployment, settings, found, on_progress, told=partial(banner.show_weights, console))
+        service = build(deployment, settings, found, on_progress, told=partial(terminal.show_weights, console))
     service.start()
     try:
         if batch is not None or settings.prompt or settings.chat:
-            interrupts.raise_again()
+            command.raise_again()
             return asyncio.run(_run_once(service, settings, console, batch))
         return uvloop.run(serve(service, settings, sockets, console))
     finally:
-        interrupts.end_at_once("stopping")
+        command.end_at_once("stopping")
         service.stop()
 
 
@@ -170,8 +169,8 @@ def run_roles(settings: Settings, roles: frozenset[str], console: Console, socke
     deployment = resolve_deployment(
         settings, platform, devices.memory_bytes(found[0]), sized, devices.chip_of(found[0])
     )
-    banner.show(console, deployment, platform, settings.load_format, sized)
-    bar, on_progress = banner.compile_bar(console)
+    terminal.show(console, deployment, platform, settings.load_format, sized)
+    bar, on_progress = terminal.compile_bar(console)
     if sockets is not None:
         with bar:
             process = build_router(deployment, settings, found, on_progress)
@@ -182,7 +181,7 @@ def run_roles(settings: Settings, roles: frozenset[str], console: Console, socke
         try:
             return uvloop.run(serve(process.service, settings, sockets, console, process.profiles.take))
         finally:
-            interrupts.end_at_once("stopping")
+            command.end_at_once("stopping")
             process.stop()
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     with bar:
@@ -200,7 +199,7 @@ def run_front(settings: Settings, console: Console, sockets: servers.Sockets) ->
     try:
         return uvloop.run(serve(process.service, settings, sockets, console))
     finally:
-        interrupts.end_at_once("stopping")
+        command.end_at_once("stopping")
         process.stop()
 
 
@@ -216,7 +215,7 @@ def run_workers(workers: WorkerProcess, settings: Settings, console: Console, en
     """Works for the router until the first Ctrl-C or SIGTERM, then drains and leaves; a second one stops at once."""
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: os._exit(interrupts.INTERRUPTED) if stopping.is_set() else ends.put(""))
+        signal.signal(number, lambda *_: os._exit(command.INTERRUPTED) if stopping.is_set() else ends.put(""))
     workers.start()
     console.print(f"[bold]ready[/]    {', '.join(workers.node.machines)} for {settings.router}", highlight=False)
     why = ends.get()
@@ -245,7 +244,7 @@ def _batch(settings: Settings) -> Iterator[Batch | None]:
         jobs = calls or read_jobs(prompts)
     except OSError as error:
         raise ConfigError(f"--prompts={prompts}: {error}") from error
-    rows = rows_of(calls) if calls else PLAIN
+    rows = rows_of(calls) if calls else PLAIN_ROWS
     with AnswerFile(Path(settings.output), {job.line for job in jobs}, prompts, rows) as answers:
         yield Batch(jobs, answers)
 
@@ -297,7 +296,7 @@ async def serve(
 
 def _stop_or_die(stop: asyncio.Event) -> None:
     if stop.is_set():
-        os._exit(interrupts.INTERRUPTED)
+        os._exit(command.INTERRUPTED)
     stop.set()
 
 

@@ -15,15 +15,16 @@ from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import FlagError, RequestError
 from jdisagg.core.settings import REMOVED, Settings
 from jdisagg.named_models import located
-from jdisagg.serve import build, offline
-from jdisagg.serve.adapters import adapters_of
-from jdisagg.serve.deployment import mesh_of, resolve_deployment
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.offline import Completion, Messages, Prompt
-from jdisagg.serve.sampling_params import SamplingParams
-from jdisagg.serve.structured.grammars import why_no_grammars
-from jdisagg.serve.text import Piece
-from jdisagg.serve.tools.choose import parsers_of
+from jdisagg.serve.deploy import assemble
+from jdisagg.serve.deploy.deployment import mesh_of, resolve_deployment
+from jdisagg.serve.frontends import offline
+from jdisagg.serve.frontends.adapters import adapters_of
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.grammars import why_no_grammars
+from jdisagg.serve.frontends.offline import Completion, Messages, Prompt
+from jdisagg.serve.frontends.sampling_params import SamplingParams
+from jdisagg.serve.frontends.text import Piece
+from jdisagg.serve.frontends.tools.asked import parsers_of
 
 GREEDY = SamplingParams(max_tokens=128, temperature=0.0)
 GREEDY_CHAT = SamplingParams(temperature=0.0)
@@ -50,7 +51,7 @@ class LLM:
         self.deployment = resolve_deployment(
             self.settings, first.platform, devices.memory_bytes(first), chip=devices.chip_of(first)
         )
-        self.service = build.build(self.deployment, self.settings, found)
+        self.service = assemble.build(self.deployment, self.settings, found)
         self.adapters = adapters_of(self.settings, self.deployment.model, self.deployment.model_name)
         self.service.start()
         self._front = FrontSettings(

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jdisagg.compile_cache import user_folder
 from jdisagg.core.errors import NotFetched
 from jdisagg.core.settings import Settings
-from jdisagg.model.fetch import Packed, fetch
+from jdisagg.devices import user_folder
+from jdisagg.model.files import Packed, fetch
 
 EMBEDDED, SMOLLM2, DEMO = "embedded", "smollm2", "demo"
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"

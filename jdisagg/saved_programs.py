@@ -1,4 +1,4 @@
-"""Programs compiled ahead and shipped: a folder of jax's own cache of programs, made by `python -m jdisagg.aot --save`,
+"""Programs compiled ahead and shipped: a folder of jax's own cache of programs, made by `python -m jdisagg aot --save`,
 and beside them in `programs.json` what made them and for which run.
 
 A start by --compile_cache_dir=FOLDER finds them there. Where something else would have made them now, it says so in one
@@ -19,7 +19,7 @@ from typing import Any
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 from jdisagg.parallel.compiler_flags import COMPILER_FLAGS
-from jdisagg.parallel.machine_name import machine_name
+from jdisagg.parallel.topology import machine_name
 
 MANIFEST, ONLY = "programs.json", "only:"
 COMPILERS = {"cpu": "jaxlib", "gpu": "jax-cuda13-plugin", "tpu": "libtpu"}
@@ -91,7 +91,7 @@ def fits(setting: str) -> bool:
     if manifest is None:
         if only:
             raise ConfigError(
-                f"--compile_cache_dir={setting}: no {MANIFEST} there, as python -m jdisagg.aot --save makes"
+                f"--compile_cache_dir={setting}: no {MANIFEST} there, as python -m jdisagg aot --save makes"
             )
         return False
     return _same(setting, manifest["made_by"], made_here(manifest["platform"]), str)
@@ -115,6 +115,6 @@ def _same(setting: str, saved: Mapping[str, Any], here: Mapping[str, Any], named
     what = f"the programs in {folder} were made by {named(name)}={saved.get(name)}, this is {named(name)}={here[name]}"
     what += f", and {number} more" if number else ""
     if only:
-        raise ConfigError(f"--compile_cache_dir={setting}: {what}; make them anew by python -m jdisagg.aot --save")
+        raise ConfigError(f"--compile_cache_dir={setting}: {what}; make them anew by python -m jdisagg aot --save")
     log.warning("%s: what differs is compiled here", what)
     return False

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from jdisagg.core.adapters import Adapter
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.adapters import AdapterWeights, adapted_leaves, identified, read_adapter, target_of
+from jdisagg.model.lora import AdapterWeights, adapted_leaves, identified, read_adapter, target_of
 from jdisagg.model.names import Index
 from jdisagg.model.sources import Source
 

@@ -30,7 +30,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # Compiled programs lie beside the user's own: another clone finds them too. Imported here: jax comes with it.
-    compile_cache = importlib.import_module("jdisagg.compile_cache")
+    compile_cache = importlib.import_module("jdisagg.devices")
     folder = compile_cache.use(str(compile_cache.user_folder(os.environ) / "tests"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)  # for pytest-xdist and the processes that tests start
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

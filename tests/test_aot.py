@@ -1,4 +1,4 @@
-"""`python -m jdisagg.aot` as a user meets it: exit codes, one-line mistakes, the report."""
+"""`python -m jdisagg aot` as a user meets it: exit codes, one-line mistakes, the report."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg import aot
+from jdisagg.commands import aot
 from jdisagg.parallel.topology import devices_of
 from tests.environment import as_users
 
@@ -38,7 +38,7 @@ def run(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def run(*arguments):
-        code = aot.main(["jdisagg.aot", *arguments])
+        code = aot.main(["jdisagg aot", *arguments])
         return code, *capsys.readouterr()
 
     return run
@@ -61,7 +61,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, says):
     code, _, stderr = run(*arguments)
     assert code == 2, stderr
     (line,) = stderr.splitlines()
-    assert line.startswith("jdisagg.aot: ") and says in line
+    assert line.startswith("jdisagg aot: ") and says in line
 
 
 def test_a_model_that_does_not_fit_says_the_numbers_before_anything_is_compiled(run):
@@ -75,7 +75,7 @@ def report_of(folder, *arguments):
     """The finished process, in a Python of its own, and its report."""
     (folder / "config.json").write_text(json.dumps(TINY))
     report = folder / "report.json"
-    command = [sys.executable, "-m", "jdisagg.aot", f"--model={folder}", f"--json={report}", *arguments]
+    command = [sys.executable, "-m", "jdisagg aot", f"--model={folder}", f"--json={report}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=as_users(), check=False)
     assert report.exists(), done.stdout + done.stderr
     return done, json.loads(report.read_text())
@@ -139,4 +139,4 @@ def test_a_compiler_that_is_not_installed_is_named_with_the_extra_that_brings_it
     monkeypatch.setattr(sys, "path_importer_cache", {})
     code, _, stderr = run("--target=v5e:2x2")
     assert code == 2
-    assert stderr == "jdisagg.aot: the compiler for v5e is not installed: pip install 'jdisagg[aot-tpu]'\n"
+    assert stderr == "jdisagg aot: the compiler for v5e is not installed: pip install 'jdisagg[aot-tpu]'\n"

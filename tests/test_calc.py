@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg import calc
+from jdisagg.commands import calc
 from jdisagg.model.checkpoint import read_model
 from jdisagg.named_models import EMBEDDED_FOLDER
 from jdisagg.sim.arithmetic import model

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg import compile_cache
+from jdisagg import devices
 from tests.environment import as_users
 from tests.fixtures import conformance
 
@@ -28,7 +28,7 @@ def use(setting: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_programs_are_kept_in_the_users_cache_folder_one_folder_a_machine(tmp_path: Path):
     done = use("auto", XDG_CACHE_HOME=str(tmp_path))
     folder = Path(done.stdout.strip())
-    assert folder.parent == tmp_path / "jdisagg" / "compiled" and folder.name == compile_cache.machine_name()
+    assert folder.parent == tmp_path / "jdisagg" / "compiled" and folder.name == devices.machine_name()
     assert folder.stat().st_mode & 0o077 == 0 and not list(folder.iterdir())
     assert str(tmp_path / ".cache" / "jdisagg") in use("auto", XDG_CACHE_HOME="not/absolute", HOME=str(tmp_path)).stdout
 
@@ -43,8 +43,8 @@ def test_a_folder_that_cannot_be_used_is_a_warning_where_nobody_asked_for_it_and
     assert silent.stdout == "None\n" and "not kept for the next start: Not a directory" in silent.stderr
     asked = use("/dev/null/programs")
     assert asked.returncode == 1 and "ConfigError: --compile_cache_dir=/dev/null/programs: Not a dir" in asked.stderr
-    (tmp_path / compile_cache.machine_name()).mkdir(mode=0o777)
-    (tmp_path / compile_cache.machine_name()).chmod(0o777)
+    (tmp_path / devices.machine_name()).mkdir(mode=0o777)
+    (tmp_path / devices.machine_name()).chmod(0o777)
     open_to_all = use(str(tmp_path))
     assert open_to_all.returncode == 1 and "others may write programs into" in open_to_all.stderr
 
@@ -57,23 +57,23 @@ def test_entries_cut_off_and_the_oldest_beyond_the_limit_are_removed(tmp_path: P
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
         os.utime(path, (time.time() - age, time.time() - age))
-    compile_cache.sweep(tmp_path, 10_000)
+    devices.sweep(tmp_path, 10_000)
     assert {path.name for path in tmp_path.rglob("*-cache")} == {"old-cache", "other-cache", "new-cache"}
-    compile_cache.sweep(tmp_path, 1500)
+    devices.sweep(tmp_path, 1500)
     assert {path.name for path in tmp_path.rglob("*-cache")} == {"other-cache", "new-cache"}
 
 
 def test_only_what_was_written_since_the_last_sweep_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, read = tmp_path / "machine" / "a-cache", list[str]()
     path.parent.mkdir()
-    monkeypatch.setattr(compile_cache, "_is_whole", lambda path: read.append(path.name) or True)
+    monkeypatch.setattr(devices, "_is_whole", lambda path: read.append(path.name) or True)
     path.write_bytes(b"x")
-    compile_cache.sweep(tmp_path, 10_000)
+    devices.sweep(tmp_path, 10_000)
     os.utime(path, (time.time() - 3600, time.time() - 3600))
-    compile_cache.sweep(tmp_path, 10_000)
+    devices.sweep(tmp_path, 10_000)
     assert read == ["a-cache"]
     path.write_bytes(b"y")
-    compile_cache.sweep(tmp_path, 10_000)
+    devices.sweep(tmp_path, 10_000)
     assert read == ["a-cache", "a-cache"]
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg import aot, calc, command, config, convert, flags, launch, plan, profile, replay, train
+from jdisagg import command, flags, launch
+from jdisagg.commands import aot, calc, convert, plan, profile, replay, train
+from jdisagg.commands import sim as sim
 from jdisagg.core.errors import FlagError
 from jdisagg.core.settings import REMOVED
 from jdisagg.llm import LLM
-from jdisagg.sim import __main__ as sim
 
 COMMANDS = {
     "launch": launch,
@@ -91,7 +92,7 @@ def test_a_file_gives_any_command_its_flags_and_one_file_does_for_several(tmp_pa
     for program in COMMANDS:
         values = declared(program)
         flags.read(values, [program, f"--config={file}", "--page_size=16"][: 3 if "page_size" in values else 2])
-        config.fill(values, {"JDISAGG_MAX_NUM_SEQS": "9"})
+        flags.fill(values, {"JDISAGG_MAX_NUM_SEQS": "9"})
         expected = {"model": "llama3-8b", "rate": 3.0, "max_num_seqs": 9, "page_size": 16, "attainment": 0.8}
         for name in expected.keys() & set(values):
             assert values[name].value == expected[name], (program, name)
@@ -112,22 +113,22 @@ def test_a_wrong_line_of_a_file_is_one_line_of_any_command(tmp_path: Path, line:
     values = declared("calc")
     flags.read(values, ["calc", f"--config={file}"])
     with pytest.raises(FlagError) as error:
-        config.fill(values, {})
+        flags.fill(values, {})
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_wrong_variable_names_itself():
     values = declared("sim")
     with pytest.raises(FlagError, match="JDISAGG_PAGE_SIZE is 'big'"):
-        config.fill(values, {"JDISAGG_PAGE_SIZE": "big"})
+        flags.fill(values, {"JDISAGG_PAGE_SIZE": "big"})
 
 
 def test_ctrl_c_ends_any_command_with_a_line_and_130(capsys: pytest.CaptureFixture[str]):
     def stopped(_: flags.FlagValues) -> int:
         raise KeyboardInterrupt
 
-    assert command.run("jdisagg.calc", "", declared("calc"), ["calc"], stopped) == 130
-    assert capsys.readouterr().err == "jdisagg.calc: interrupted\n"
+    assert command.run("jdisagg calc", "", declared("calc"), ["calc"], stopped) == 130
+    assert capsys.readouterr().err == "jdisagg calc: interrupted\n"
 
 
 def test_a_removed_flag_names_its_replacement_wherever_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -137,9 +138,9 @@ def test_a_removed_flag_names_its_replacement_wherever_it_is_given(tmp_path: Pat
     with pytest.raises(FlagError, match=r"^--old_name was removed; use --new_name$"):
         flags.read(values, ["launch", "--old_name=3"])
     with pytest.raises(FlagError, match=r"^JDISAGG_OLD_NAME was removed; use --new_name$"):
-        config.fill(values, {"JDISAGG_OLD_NAME": "3"})
+        flags.fill(values, {"JDISAGG_OLD_NAME": "3"})
     flags.read(values, ["launch", f"--config={file}"])
     with pytest.raises(FlagError, match=r"'old_name' was removed; use --new_name$"):
-        config.fill(values, {})
+        flags.fill(values, {})
     with pytest.raises(FlagError, match=r"^old_name was removed; use --new_name$"):
         LLM(old_name=3)

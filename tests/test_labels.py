@@ -2,13 +2,13 @@
 
 import pytest
 
-from jdisagg import labels
+from jdisagg import terminal
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.labels import Labels
 
 
 def here(text="", **environment):
-    return labels.here(text, environment, "box", 7)
+    return terminal.here(text, environment, "box", 7)
 
 
 def test_a_bare_machine_is_a_host_and_a_process():

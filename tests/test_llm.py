@@ -11,8 +11,8 @@ import pytest
 
 import jdisagg
 from jdisagg.core.errors import RequestError
-from jdisagg.serve import servers
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.deploy import servers
+from jdisagg.serve.frontends.http.app import create_app
 from tests.environment import as_users
 from tests.fixtures import conformance
 from tests.hostile.model_folders import change, copy

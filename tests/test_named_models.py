@@ -12,9 +12,9 @@ import jdisagg
 from jdisagg.core.errors import NotFetched
 from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import read_model
-from jdisagg.model.gguf_file import read_gguf
+from jdisagg.model.gguf.file import read_gguf
 from jdisagg.named_models import PACKED, located, model_folder
-from jdisagg.serve.deployment import mesh_of
+from jdisagg.serve.deploy.deployment import mesh_of
 from tests.fixtures.conformance import ROOT
 from tests.fixtures.gguf_files import QUANTISED
 from tests.model.test_fetch import offline, packed_of, wheel_in

@@ -1,13 +1,13 @@
-"""`python -m jdisagg.plan`: a recommendation in words, a file that launch takes, and one line where nothing goes."""
+"""`python -m jdisagg plan`: a recommendation in words, a file that launch takes, and one line where nothing goes."""
 
 from pathlib import Path
 
 import pytest
 
-from jdisagg import config
+from jdisagg import flags as config
+from jdisagg.commands.plan import main
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.launch import main as launch
-from jdisagg.plan import main
 
 FAST = ("--model=llama3-8b", "--hardware=a100", "--seeds=1", "--chunks=2048", "--tps=1", "--pps=1", "--transfers=chunk")
 
@@ -66,4 +66,4 @@ def test_quick_gives_bounds_and_replicas_and_simulates_nothing(capsys):
 def test_what_cannot_be_is_one_line_and_exit_code_2(flags, said, capsys):
     assert run("--devices=2", *flags) == 2
     error = capsys.readouterr().err
-    assert error.startswith("jdisagg.plan: ") and said in error and error.count("\n") == 1
+    assert error.startswith("jdisagg plan: ") and said in error and error.count("\n") == 1

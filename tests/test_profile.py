@@ -1,11 +1,11 @@
-"""`python -m jdisagg.profile` on real machines of a tiny model: a whole table, which simulations are priced by."""
+"""`python -m jdisagg profile` on real machines of a tiny model: a whole table, which simulations are priced by."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from jdisagg import profile
+from jdisagg.commands import profile
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Profile, read_profile
 from jdisagg.sim.measured import cluster_spec_of
@@ -23,7 +23,7 @@ def written(tmp_path_factory):
     """Two stages, so that all there is to time is timed."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     mesh = "--mesh=prefill:tp1,decode:pp2"
-    assert profile.main(["jdisagg.profile", *ASKED, mesh, f"--output={path}", "--rounds=1"]) == 0
+    assert profile.main(["jdisagg profile", *ASKED, mesh, f"--output={path}", "--rounds=1"]) == 0
     return path
 
 
@@ -57,7 +57,7 @@ def test_a_rings_dispatches_are_timed_and_price_a_simulation(tmp_path):
     """Of one turn and of the most; it has no stages to be timed alone."""
     path, mesh = tmp_path / "ring.json", "prefill:tp1,decode:ring2"
     asked = [*ASKED, f"--mesh={mesh}", "--decode_turns=4", f"--output={path}", "--rounds=1"]
-    assert profile.main(["jdisagg.profile", *asked]) == 0
+    assert profile.main(["jdisagg profile", *asked]) == 0
     made = read_profile(path)
     (decode,) = (each for each in made.pools if each.config.ring_stages == 2)
     assert {each.turns for each in decode.decode} == {1, 4} and {each.stages for each in decode.decode} == {()}
@@ -96,17 +96,17 @@ def test_a_simulation_of_more_workers_is_priced_by_it(table):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, said, capsys):
-    assert profile.main(["jdisagg.profile", *arguments]) == 2
+    assert profile.main(["jdisagg profile", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("jdisagg.profile: ") and said in line
+    assert line.startswith("jdisagg profile: ") and said in line
 
 
 def test_a_run_that_cannot_be_leaves_no_file(tmp_path):
-    assert profile.main(["jdisagg.profile", "--model=/nowhere", f"--output={tmp_path / 'profile.json'}"]) == 2
+    assert profile.main(["jdisagg profile", "--model=/nowhere", f"--output={tmp_path / 'profile.json'}"]) == 2
     assert not [*tmp_path.iterdir()]
 
 
 def test_help_lists_its_own_flags_and_the_settings(capsys):
-    assert profile.main(["jdisagg.profile", "--help"]) == 0
+    assert profile.main(["jdisagg profile", "--help"]) == 0
     on_progress = capsys.readouterr().out
     assert "--rounds" in on_progress and "--max_num_batched_tokens" in on_progress

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from jdisagg.commands.replay import main
 from jdisagg.core.journal import Header, Journal
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.replay import main
 from tests.policy.test_tiers import ask, several
 from tests.sim.cases import check_ended, colocated, pair, request, run_all
 from tests.sim.fault_injector import Faults

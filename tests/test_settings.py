@@ -2,13 +2,13 @@ from dataclasses import fields, replace
 
 import pytest
 
-from jdisagg import config, flags
+from jdisagg import flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.settings import Settings
 
 
 def resolved(*arguments, **environment):
-    return config.resolve(["launch", *arguments], {f"JDISAGG_{k.upper()}": v for k, v in environment.items()})[0]
+    return flags.resolve(["launch", *arguments], {f"JDISAGG_{k.upper()}": v for k, v in environment.items()})[0]
 
 
 def test_flags_win_over_environment_which_wins_over_the_file_which_wins_over_defaults(tmp_path):
@@ -26,7 +26,7 @@ def test_flags_win_over_environment_which_wins_over_the_file_which_wins_over_def
 def test_printed_settings_read_back_are_the_same(tmp_path):
     settings = replace(Settings(), mesh="colocated:2xtp1", temperature=0.5, model='a "quoted" folder', drain_s=3.0)
     file = tmp_path / "c.toml"
-    file.write_text(config.as_toml(settings))
+    file.write_text(flags.as_toml(settings))
     assert resolved(f"--config={file}") == settings
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg import aot, calc, plan
-from jdisagg.sim.__main__ import main as sim
+from jdisagg.commands import aot, calc, plan
+from jdisagg.commands.sim import main as sim
 from tests.fixtures.published_configs import PUBLISHED
 
 LATENT = ("deepseek-v2", "deepseek-v3")

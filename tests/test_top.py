@@ -1,4 +1,4 @@
-"""`python -m jdisagg.top`: the cluster as tables, from the same document as the page."""
+"""`python -m jdisagg top`: the cluster as tables, from the same document as the page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import httpx
 import pytest
 from rich.console import Console
 
+from jdisagg.commands.top import COLOURS, USES, Unanswered, Watch, cells, fetch, main, picture, pictures
 from jdisagg.core.ledger import PARTS
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
-from jdisagg.top import COLOURS, USES, Unanswered, Watch, cells, fetch, main, picture, pictures
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
 from tests.ports import free_port
 from tests.serve.live_http import eventually, serving
 from tests.serve.live_toy import toy_stack

@@ -18,9 +18,8 @@ from benchmarks import entry
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.export import config_json, save_hf, write_json
 from jdisagg.model.sources import RandomSource
-from jdisagg.training.corpus import read_corpus
-from jdisagg.training.export import tokenizer_config
-from jdisagg.training.tokenizer import END_OF_TEXT, PAD, make_tokenizer
+from jdisagg.training.data import END_OF_TEXT, PAD, make_tokenizer, read_corpus
+from jdisagg.training.run import tokenizer_config
 
 FLAGS = flags.FlagValues()
 OUTPUT = flags.DEFINE_string("output", None, "folder for the model folders", required=True, flag_values=FLAGS)

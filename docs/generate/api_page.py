@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import jdisagg
 from docs.generate.markdown import table
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import BODIES, create_app
-from jdisagg.serve.http.messages.body import MessagesBody
-from jdisagg.serve.http.responses.body import ResponsesBody
-from jdisagg.serve.http.schema import IGNORED, REFUSED
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import BODIES, create_app
+from jdisagg.serve.frontends.http.messages import MessagesBody
+from jdisagg.serve.frontends.http.responses import ResponsesBody
+from jdisagg.serve.frontends.http.schema import IGNORED, REFUSED
 from tests.serve.scripted import ScriptedService
 
 ROOT = Path(__file__).parents[2]

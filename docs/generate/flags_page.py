@@ -23,7 +23,7 @@ win over the file. A flag of one name means one thing in all commands. `--max-mo
 
 def declared(command: str) -> flags.FlagValues:
     """The flags of `jdisagg COMMAND`; each command's module says them by `declare()`."""
-    module = f"jdisagg.{command}" if command != "sim" else "jdisagg.sim.__main__"
+    module = f"jdisagg.{command}" if command != "sim" else "jdisagg.commands.sim"
     return import_module(module).declare()
 
 
@@ -39,7 +39,7 @@ def settings_text() -> str:
     """The launcher's, which several other commands have too, by group; before them what it has alone."""
     own = table(HEAD, list(rows_of(declared("launch"), True)))
     parts = [f"## jdisagg.launch\n\n{own}\n\nAnd all settings of a run."]
-    parts.append("## Settings of a run\n\nOf `jdisagg.launch`, `jdisagg.LLM(...)`, `jdisagg.aot`, `jdisagg.profile`.")
+    parts.append("## Settings of a run\n\nOf `jdisagg.launch`, `jdisagg.LLM(...)`, `jdisagg aot`, `jdisagg profile`.")
     for group in flags.GROUPS:
         rows = [
             (f"`--{each.name}`", shown(each.default), meaning(each.metadata["help"], each.metadata["choices"]))

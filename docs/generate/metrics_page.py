@@ -8,8 +8,7 @@ from typing import Any
 from docs.generate.markdown import table
 from jdisagg.policy.autoscaler import Scaling
 from jdisagg.policy.role_scaler import RoleScaler
-from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.metrics_compat import NAMES
+from jdisagg.serve.observability.metrics import NAMES, Metrics
 
 INTRO = """# Metrics
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from docs.generate.markdown import table
 from jdisagg.core.default_sizes import decode_slots, page_size, step_tokens
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.hardware import CHIPS
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
-from jdisagg.core.targets import CHIPS
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import model_of
 
 HEAD = ("model", "devices", "slots", "tokens a step", "tokens a page", "beside", "its slots", "its tokens a step")
 CASES = (

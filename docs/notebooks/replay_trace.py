@@ -18,8 +18,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.cluster import PATIENT
 from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, longest
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.hardware import hardware
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import SLO, Point
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces.files import read_azure

@@ -19,11 +19,10 @@ from jdisagg.policy.routing import Choice, RoutingRequest, WorkerSnapshot
 from jdisagg.sim.cluster import PATIENT
 from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, longest
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.hardware import hardware
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.shared import simulated
-from jdisagg.sim.traces.arrivals import poisson
+from jdisagg.sim.traces.trace import poisson
 from jdisagg.sim.traces.workloads import read_workload
 
 

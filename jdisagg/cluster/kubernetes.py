@@ -3,11 +3,237 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Any
 
-from jdisagg.cluster.job import Job, Part
-from jdisagg.cluster.pods import Document, front_pod, labels, router_pod, told_by, worker_pod
-from jdisagg.cluster.scalers import DISAGGREGATED_SCALER, pod_autoscalers, scaled
+from jdisagg.cluster.job import HEALTH_PORT, KV_PORT, Job, Part, as_flags, shared_arguments, with_rings
+from jdisagg.core.errors import ConfigError
+
+# Pods of a job as Kubernetes is told of them: the router's, and a worker's.
+
+Document = dict[str, Any]
+SECRET_FOLDER, CACHE_FOLDER, SHARED_MEMORY = "/etc/jdisagg", "/cache", "/dev/shm"
+START_S = 1800  # for weights to be read and programs to be compiled
+NOTICE_S = 5  # for endpoints to forget a pod before it drains
+MARGIN_S = 10
+RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}
+USER = 1000
+
+
+POD_NAMES = {  # of a worker's own: where its KV is pulled, and where it stands (`jdisagg.terminal`)
+    "POD_IP": "status.podIP",
+    "NODE_NAME": "spec.nodeName",
+}
+
+
+def told_by(name: str, path: str) -> Document:
+    """A variable that Kubernetes fills with what it knows of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def labels(job: Job, component: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": job.name, "app.kubernetes.io/component": component}
+
+
+def router_pod(job: Job, index: int = 0) -> Document:
+    """The pod template of a router: its probes ask the routes that people ask."""
+    control_port = job.control_ports[index]
+    told = as_flags(
+        role="router",
+        host="0.0.0.0",
+        control_port=control_port,
+        **({"router": job.router} if job.routers > 1 else {}),
+        secret_file=f"{SECRET_FOLDER}/secret",
+        compile_cache_dir=CACHE_FOLDER,
+    )
+    component = job.router_names[index].removeprefix(f"{job.name}-")
+    return _server_pod(job, component, told, {"control": control_port})
+
+
+def front_pod(job: Job) -> Document:
+    """The pod template of a front: whoever leads, its clients' streams go on."""
+    told = as_flags(
+        role="front",
+        host="0.0.0.0",
+        router=job.router,
+        secret_file=f"{SECRET_FOLDER}/secret",
+        compile_cache_dir=CACHE_FOLDER,
+    )
+    return _server_pod(job, "front", told, {})
+
+
+def _server_pod(job: Job, component: str, told: list[str], more: Mapping[str, int]) -> Document:
+    """What answers clients, or could; more: ports beside theirs."""
+    ports = {"http": job.settings.http_port, "grpc": job.settings.grpc_port, **more}
+    named = [{"name": name, "containerPort": port} for name, port in ports.items() if port > 0]
+    container = _container(job, component, told) | {
+        "ports": named,
+        "startupProbe": _asks("/live", 5, START_S // 5),
+        "livenessProbe": _asks("/live", 10, 3),
+        "readinessProbe": _asks("/ready", 5, 2),
+        "lifecycle": {"preStop": {"sleep": {"seconds": NOTICE_S}}},
+        "resources": {"requests": {"cpu": "4", "memory": "8Gi"}},
+    }
+    scraped = {"scrape": "true", "port": str(job.settings.http_port), "path": "/metrics"}
+    annotations = {f"prometheus.io/{name}": value for name, value in scraped.items()}
+    metadata = {"labels": labels(job, component), "annotations": annotations}
+    return {"metadata": metadata, "spec": _pod(job, container)}
+
+
+def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] | None = None) -> Document:
+    """The pod template of one process of a worker; `probed`: it is asked for its health."""
+    health = {"health_port": HEALTH_PORT} if probed else {}
+    told = as_flags(
+        role=part.role,
+        host="0.0.0.0",
+        router=job.router,
+        **health,
+        kv_listen=f"0.0.0.0:{KV_PORT}",
+        kv_advertise="$(POD_IP)",
+        secret_file=f"{SECRET_FOLDER}/secret",
+        compile_cache_dir=CACHE_FOLDER,
+        group_size=part.size,
+    )
+    container = _container(job, part.role, told) | {
+        "env": [told_by(name, path) for name, path in POD_NAMES.items()],
+        "ports": [
+            {"name": "kv", "containerPort": KV_PORT},
+            *({"name": "health", "containerPort": port} for port in health.values()),
+        ],
+        "resources": _resources(job, part),
+    }
+    if probed:
+        container |= {
+            "startupProbe": _asks("/live", 5, START_S // 5, "health"),
+            "livenessProbe": _asks("/live", 10, 6, "health"),
+            "readinessProbe": _asks("/ready", 5, 2, "health"),
+        }
+    placed = {"nodeSelector": dict(selector)} if selector else {}
+    return {"metadata": {"labels": labels(job, part.role)}, "spec": {**placed, **_pod(job, container)}}
+
+
+def _pod(job: Job, container: Document) -> Document:
+    model = _model_folder(job)
+    volumes: list[Document] = [
+        {"name": "secret", "secret": {"secretName": job.name, "defaultMode": 0o440}},
+        {"name": "cache", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    if model:
+        claim = {"claimName": f"{job.name}-models", "readOnly": True}
+        volumes.append({"name": "models", "persistentVolumeClaim": claim})
+    grace_s = int(job.settings.drain_s) + NOTICE_S + MARGIN_S  # SIGTERM drains, for --drain_s at most
+    found: Document = {"terminationGracePeriodSeconds": grace_s, "containers": [container], "volumes": volumes}
+    if job.platform != "tpu":  # a TPU's driver wants more rights than these
+        person = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
+        found["securityContext"] = {**person, "seccompProfile": {"type": "RuntimeDefault"}}
+    return found
+
+
+def _container(job: Job, name: str, told: list[str]) -> Document:
+    model = _model_folder(job)
+    mounts: list[Document] = [
+        {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
+        {"name": "cache", "mountPath": CACHE_FOLDER},
+        {"name": "shm", "mountPath": SHARED_MEMORY},
+    ]
+    if model:
+        mounts.append({"name": "models", "mountPath": model, "readOnly": True})
+    rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return {
+        "name": name,
+        "image": job.image,
+        "command": ["python", "-m", "jdisagg.launch"],
+        "args": [*shared_arguments(job), *told],
+        "volumeMounts": mounts,
+        **({} if job.platform == "tpu" else {"securityContext": rights}),
+    }
+
+
+def _model_folder(job: Job) -> str:
+    """Where the folder of models is mounted; empty for a model that is in the image or fetched by its name."""
+    place = PurePosixPath(job.settings.model)
+    return str(place.parent) if place.is_absolute() and str(place.parent) != "/" else ""
+
+
+def _resources(job: Job, part: Part) -> Document:
+    if job.platform == "cpu":
+        return {"requests": {"cpu": str(part.devices)}}
+    count = {RESOURCES[job.platform]: part.devices}
+    return {"requests": count, "limits": dict(count)}
+
+
+def _asks(path: str, every_s: int, failures: int, port: str = "http") -> Document:
+    return {"httpGet": {"path": path, "port": port}, "periodSeconds": every_s, "failureThreshold": failures}
+
+
+# Scalers outside that follow what the autoscaler says the load asks for: `jdisagg_desired_replicas`, by role.
+#
+# It rises at once and falls to the most of the last ten minutes: scalers add no patience of their own.
+
+METRIC = "jdisagg_desired_replicas"
+PROMETHEUS = "http://prometheus:9090"
+GROWTH = 4  # times as many as the plan has: the most that a scaler may make of them
+SETS = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+DISAGGREGATED_SCALER = ("disaggregatedset.x-k8s.io/v1", "DisaggregatedSetRoleScaler")  # one a role, made by its set
+
+
+def scaled(job: Job) -> bool:
+    """Whether the router tells how many workers the load asks for."""
+    return job.settings.autoscale != "off"
+
+
+def pod_autoscalers(job: Job, target: tuple[str, str] = SETS) -> list[Document]:
+    """By an adapter that shows the metric as an external one."""
+    return [_pod_autoscaler(job, part, target) for part in job.parts]
+
+
+def _pod_autoscaler(job: Job, part: Part, target: tuple[str, str]) -> Document:
+    metric = {"name": METRIC, "selector": {"matchLabels": {"role": part.role}}}
+    wanted = {
+        "type": "External",
+        "external": {"metric": metric, "target": {"type": "AverageValue", "averageValue": "1"}},
+    }
+    at_once = {"stabilizationWindowSeconds": 0}
+    spec = {
+        "scaleTargetRef": _target(job, part, target),
+        "minReplicas": 1,
+        "maxReplicas": GROWTH * part.replicas,
+        "metrics": [wanted],
+        "behavior": {"scaleUp": at_once, "scaleDown": at_once},
+    }
+    return _document(job, part, ("autoscaling/v2", "HorizontalPodAutoscaler"), spec)
+
+
+def scaled_objects(job: Job, target: tuple[str, str] = SETS) -> list[Document]:
+    """Of KEDA, which asks Prometheus itself."""
+    return [_scaled_object(job, part, target) for part in job.parts]
+
+
+def _scaled_object(job: Job, part: Part, target: tuple[str, str]) -> Document:
+    query = f'max({METRIC}{{role="{part.role}"}})'
+    told = {"serverAddress": PROMETHEUS, "query": query, "threshold": "1"}
+    spec = {
+        "scaleTargetRef": _target(job, part, target),
+        "pollingInterval": 15,
+        "minReplicaCount": 1,
+        "maxReplicaCount": GROWTH * part.replicas,
+        "fallback": {"failureThreshold": 4, "replicas": part.replicas},  # where nobody tells: as planned
+        "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": told}],
+    }
+    return _document(job, part, ("keda.sh/v1alpha1", "ScaledObject"), spec)
+
+
+def _target(job: Job, part: Part, target: tuple[str, str]) -> Document:
+    version, kind = target
+    return {"apiVersion": version, "kind": kind, "name": f"{job.name}-{part.role}"}
+
+
+def _document(job: Job, part: Part, kind: tuple[str, str], spec: Document) -> Document:
+    metadata = {"name": f"{job.name}-{part.role}", "labels": labels(job, part.role)}
+    return {"apiVersion": kind[0], "kind": kind[1], "metadata": metadata, "spec": spec}
+
 
 EXCLUSIVE = "leaderworkerset.sigs.k8s.io/exclusive-topology"
 JOBSET_NAMES = {  # what `jdisagg.cluster.membership` reads -> JobSet's annotation of a pod
@@ -15,7 +241,7 @@ JOBSET_NAMES = {  # what `jdisagg.cluster.membership` reads -> JobSet's annotati
     "REPLICATED_JOB_NAME": "jobset.sigs.k8s.io/replicatedjob-name",
     "JOB_INDEX": "jobset.sigs.k8s.io/job-index",
 }
-LWS_NAMES = {  # what `jdisagg.labels` reads beside what LeaderWorkerSets say -> their label of a pod
+LWS_NAMES = {  # what `jdisagg.terminal` reads beside what LeaderWorkerSets say -> their label of a pod
     "LWS_NAME": "leaderworkerset.sigs.k8s.io/name",
     "LWS_GROUP_INDEX": "leaderworkerset.sigs.k8s.io/group-index",
 }
@@ -149,3 +375,68 @@ def _budget(job: Job, component: str, bound: Mapping[str, int]) -> Document:
     selector = labels(job, component)
     document = _kind("policy/v1", "PodDisruptionBudget", f"{job.name}-{component}", selector)
     return document | {"spec": {**bound, "selector": {"matchLabels": selector}}}
+
+
+# Slices of TPUs on GKE: which topology holds a worker, on how many hosts, and how a pod asks for one.
+
+WHOLE = 1 << 20  # devices of a host without bounds: a worker is not cut, its slice says over how many hosts it lies
+POOL = "cloud.google.com/gke-nodepool"  # a slice of several hosts is a pool of nodes of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """What GKE sells of one chip. `one_host`: chips that a single machine may have; else each has `per_host`."""
+
+    accelerator: str
+    topologies: Mapping[int, str]  # chips -> topology
+    one_host: tuple[int, ...]
+    per_host: int = 4
+
+    def topology(self, chips: int) -> tuple[int, str]:
+        """(chips, topology) of the smallest slice that holds so many. Raises ConfigError where none does."""
+        for count, topology in self.topologies.items():
+            if count >= chips:
+                return count, topology
+        raise ConfigError(
+            f"a worker of {chips} chips is over the largest slice of {self.accelerator}: {max(self.topologies)}"
+        )
+
+    def hosts(self, chips: int) -> int:
+        return 1 if chips in self.one_host else chips // self.per_host
+
+
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
+SLICES = {  # by the names of `core.targets`
+    "v5e": Slices("tpu-v5-lite-podslice", _FLAT, (1, 4, 8)),
+    "v5p": Slices("tpu-v5p-slice", _CUBES, (4,)),
+    "v6e": Slices("tpu-v6e-slice", _FLAT, (1, 4, 8)),
+}
+
+
+def slice_of(part: Part, chip: str) -> tuple[Part, str]:
+    """The worker's processes on a slice, a host each, and the slice's topology. Raises ConfigError.
+
+    A worker that fills no slice has one to itself all the same, and leaves the other chips idle.
+    """
+    wanted = part.size * part.devices
+    chips, topology = SLICES[chip].topology(wanted)
+    hosts = SLICES[chip].hosts(chips)
+    if hosts > 1 and chips != wanted:
+        raise ConfigError(
+            f"{part.role} workers have {wanted} chips, and {chip} slices of several hosts {chips}: {topology}"
+        )
+    return replace(part, size=hosts, devices=chips // hosts), topology
+
+
+def manifests(job: Job, chip: str) -> dict[str, list[Document]]:
+    """File -> documents: the router on any node, each worker on a slice of its own. Raises ConfigError."""
+    placed = {part.role: slice_of(part, chip) for part in job.parts}
+    slices = with_rings(replace(job, platform="tpu", parts=tuple(part for part, _ in placed.values())))
+
+    def selector(part: Part) -> Mapping[str, str]:
+        topology = placed[part.role][1]
+        names = {"accelerator": SLICES[chip].accelerator, "topology": topology}
+        return {f"cloud.google.com/gke-tpu-{name}": value for name, value in names.items()}
+
+    return {"router.yaml": router(slices), "lws.yaml": leader_worker_sets(slices, selector, POOL)}

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from jdisagg.cluster.hostlist import expand
+from jdisagg.cluster.slurm import expand
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 

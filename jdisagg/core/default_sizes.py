@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from jdisagg.core.kv_layout import LANES, KVLayout
+from jdisagg.core.hardware import CHIPS, GIB, Chip
+from jdisagg.core.layout.kv_layout import LANES, KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.targets import CHIPS, GIB, Chip
 from jdisagg.core.worker_config import Role
 
 TYPICAL_TOKENS = (

@@ -10,8 +10,62 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jdisagg.core.experts import Experts
-from jdisagg.core.tensor_cut import Channels, KVHeads, QueryHeads
+from jdisagg.core.layout.tensor_cut import Channels, KVHeads, QueryHeads
+
+# The numbers of a mixture of experts (Shazeer et al. 2017): what a layer has in place of one MLP.
+
+ROUTERS = (
+    "softmax",  # probabilities over all experts, the likeliest are taken (Switch, Mixtral, Qwen, DeepSeek-V2)
+    "chosen",  # the highest logits are taken, probabilities over those alone (gpt-oss)
+    "sigmoid",  # each expert's own score; a correction is added for the choice alone (DeepSeek-V3)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """`number` gated MLPs of `width` channels, of which every token is sent to `per_token`."""
+
+    number: int
+    per_token: int
+    width: int
+    router: str = "softmax"
+    normalised: bool = False  # the weights of a token's experts are made to sum to 1
+    scale: float = 1.0  # of those weights, at last
+    groups: int = 1  # experts lie in so many groups, and a token's are all of `kept_groups` of them
+    kept_groups: int = 1
+    group_top: int = 1  # a group scores as the sum of so many of its best
+    shared_width: int = 0  # channels of an MLP that every token is sent to as well
+    router_bias: bool = False
+    bias: bool = False
+    clamped: bool = False  # the gate's activation is gpt-oss', in place of the model's
+    dense_layers: tuple[int, ...] = ()  # that have the plain MLP instead
+
+    def __post_init__(self) -> None:
+        assert self.router in ROUTERS, f"router {self.router!r} is none of {', '.join(ROUTERS)}"
+
+    @property
+    def channels(self) -> int:
+        """Of all of them, the MLP of every token among them."""
+        return self.number * self.width + self.shared_width
+
+    def expected_distinct(self, tokens: float) -> float:
+        """Experts that `tokens` tokens are sent to, where each is as likely as any other."""
+        return self.number * (1.0 - (1.0 - self.per_token / self.number) ** tokens)
+
+    def layer_kinds(self, layers: range) -> tuple[tuple[int, int], ...]:
+        """(a layer of the kind, how many there are) of the dense and of the sparse layers among `layers`."""
+        dense = [layer for layer in layers if layer in self.dense_layers]
+        sparse = [layer for layer in layers if layer not in self.dense_layers]
+        return tuple((kind[0], len(kind)) for kind in (dense, sparse) if kind)
+
+    def held(self, tp: int) -> int:
+        """Of one of `tp` shards."""
+        return experts_held(self.number, tp)
+
+
+def experts_held(number: int, tp: int) -> int:
+    """Experts of one of `tp` shards; behind the last there may be some that no token is sent to."""
+    return -(-number // tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,3 +340,44 @@ class ModelConfig:
         Mooncake (Qin et al., FAST 2025), equation 1; the head is left out.
         """
         return self.num_layers * (self.linear_flops(tokens - cached) + self.attention_flops(tokens**2 - cached**2))
+
+
+# What the numbers of a model's matrices are: one value that loading, programs, identities and pages' budgets
+# share.
+
+AS_ACTIVATIONS = "dtype"  # matrices hold what --dtype says
+SCALED = ("int8", "fp8")  # one scale an output channel, activations rounded a token at a time
+# The expert of all tokens is never scaled, as the others are not: its shards' sums are added with theirs, and each
+# shard would round a token by the scale of its own channels alone.
+SHARED = ".mlp.shared."
+NAMES = (AS_ACTIVATIONS, "float32", "bfloat16", *SCALED)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """One of "dtype", "float32", "bfloat16", "int8" and "fp8" for all matrices but those of `full`.
+
+    Experts are never scaled: theirs hold what activations do in place of int8 and fp8.
+    """
+
+    dtype: str = AS_ACTIVATIONS
+    full: frozenset[str] = frozenset()  # as "11.mlp.down": a layer of the model and its matrix
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.dtype in SCALED
+
+    def of(self, matrix: str) -> str:
+        """The dtype of one matrix, named as those of `full`, or "head"."""
+        return AS_ACTIVATIONS if matrix in self.full or (self.is_scaled and SHARED in matrix) else self.dtype
+
+    @property
+    def of_experts(self) -> str:
+        """The dtype of experts' matrices."""
+        return AS_ACTIVATIONS if self.is_scaled else self.dtype
+
+    def __str__(self) -> str:
+        return self.dtype + (f" but for {len(self.full)} matrices" if self.full else "")
+
+
+AS_MADE = WeightFormat()

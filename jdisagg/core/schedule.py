@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jdisagg.core.collectives import Collective
-from jdisagg.core.roofline import Work
+from jdisagg.core.hardware import Collective, Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """Everything a user can set, once: name, default, group and one line of help. Flags, TOML keys and `LLM(...)` arguments
-are all made from these fields (see `jdisagg/flags.py` and `jdisagg/config.py`)."""
+are all made from these fields (see `jdisagg/flags.py` and `jdisagg/flags.py`)."""
 
 from __future__ import annotations
 

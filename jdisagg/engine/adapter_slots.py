@@ -22,10 +22,8 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import SamplingParams
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.model.adapted_params import AdaptedParams, FactorLeaf
-from jdisagg.model.adapters import AdapterWeights, read_adapter
-from jdisagg.model.low_rank import MISSING, NONE
-from jdisagg.parallel.ring import RingMesh
-from jdisagg.parallel.submesh import WHOLE, Submesh
+from jdisagg.model.lora import MISSING, NONE, AdapterWeights, read_adapter
+from jdisagg.parallel.submesh import WHOLE, RingMesh, Submesh
 
 log = logging.getLogger("jdisagg.adapters")
 

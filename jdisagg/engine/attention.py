@@ -9,7 +9,7 @@ from jax import Array
 
 from jdisagg.core.model_config import AttentionOptions
 from jdisagg.engine.latent_prefill import prefill_latents
-from jdisagg.model.latents import LatentQueries
+from jdisagg.model.latent_attention import LatentQueries
 from jdisagg.model.network import Attend, OptionsOf
 from pallas_kernels import QuantizedPages, paged_attention, prefill_attention, write_kv_pages
 from pallas_kernels.quantized import stored

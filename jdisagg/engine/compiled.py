@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.errors import JaxRuntimeError
 
-from jdisagg.core.collectives import Collective, Sent, counted, sent_by
+from jdisagg.core.hardware import Collective, Sent, counted, sent_by
 from jdisagg.core.schedule import Events
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.hlo import read_collectives

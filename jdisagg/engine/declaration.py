@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.parallel.ring import RingMesh
-from jdisagg.parallel.submesh import WHOLE, Program, Signature, Submesh, signature_of
+from jdisagg.parallel.submesh import WHOLE, Program, RingMesh, Signature, Submesh, signature_of
 
 UNITS = {  # of sizes; else tokens
     "decode": "pages",

@@ -38,9 +38,8 @@ from jdisagg.engine.sampling import (
 )
 from jdisagg.engine.sampling_metadata import Asked, Put, SamplingRows, history_rows, sampled_rows
 from jdisagg.model.grammars.grammars import Grammars
-from jdisagg.model.low_rank import NONE
-from jdisagg.parallel.ring import RingMesh
-from jdisagg.parallel.submesh import Program, Submesh
+from jdisagg.model.lora import NONE
+from jdisagg.parallel.submesh import Program, RingMesh, Submesh
 
 DrawnRows = tuple[tuple[int, tuple[Sampled, ...] | None], ...]
 TOKEN, POSITION, STOPPED, ENABLED = range(4)  # rows of a state

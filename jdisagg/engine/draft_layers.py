@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jdisagg.core.kv_layout import NULL_PAGE, DraftPages, KVLayout
+from jdisagg.core.layout.kv_layout import NULL_PAGE, DraftPages, KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.steps import Admission, KVTransfer
 from jdisagg.core.worker_config import DRAFT_READS, DRAFT_READS_LATELY, WorkerConfig
@@ -38,8 +38,8 @@ from jdisagg.engine.sampling import (
     pick_greedy,
 )
 from jdisagg.engine.unread_chunks import unread_chunks
-from jdisagg.kv.packing import HeadSlices, insert_shard
 from jdisagg.kv.pools import POOL_SPEC
+from jdisagg.kv.shipping import HeadSlices, insert_shard
 from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.sources import Source

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.core.experts import Experts
+from jdisagg.core.model_config import Experts
 
 MOST = 256  # counts that may wait for a step that draws
 

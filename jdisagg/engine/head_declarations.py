@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
 from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroupPrograms
-from jdisagg.model.head import blocks_of
+from jdisagg.model.network import blocks_of
 from jdisagg.model.products import TILE_ROWS
 
 

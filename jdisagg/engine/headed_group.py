@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend, shifted
@@ -29,7 +29,7 @@ from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, NEVER, TEMPERATU
 from jdisagg.kv.pools import abstract_pools
 from jdisagg.model.draft_head import DraftHead, HeadModel, HeadParams, load_head
 from jdisagg.model.looped_params import LoopedParams
-from jdisagg.model.low_rank import AdapterCapacity
+from jdisagg.model.lora import AdapterCapacity
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
 from jdisagg.parallel.submesh import Submesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import prod
 
-from jdisagg.core.collectives import KINDS, Collective, Groups
+from jdisagg.core.hardware import KINDS, Collective, Groups
 from jdisagg.engine.hlo_text import Instruction, Module, arrays, bytes_of
 
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")

@@ -1,4 +1,4 @@
-"""Chunks of prompts over latent pages, by the cheaper of two ways that give the same (`model/latents.py`).
+"""Chunks of prompts over latent pages, by the cheaper of two ways that give the same (`model/latent_attention.py`).
 
 *Absorbed*, a chunk attends to the latents as decode does. *Expanded*, keys and values of every head are made of the
 latents that its sequences hold, into pages of their own that last for one layer, and ordinary attention runs over
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jdisagg.core.model_config import AttentionOptions
-from jdisagg.model.latents import LatentQueries
+from jdisagg.model.latent_attention import LatentQueries
 from pallas_kernels import prefill_attention
 
 LEAST_ROWS = 64  # of a chunk: what smaller ones could save is not worth a second way in the program

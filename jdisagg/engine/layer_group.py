@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.engine.adapter_slots import SlotPrograms
 from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows
@@ -32,7 +32,7 @@ from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, PoolForm, StagePages, pool_format
 from jdisagg.model.adapted_params import with_room
 from jdisagg.model.looped_params import LoopedParams
-from jdisagg.model.low_rank import AdapterCapacity
+from jdisagg.model.lora import AdapterCapacity
 from jdisagg.model.network import Layer, Stage
 from jdisagg.model.params import StageParams
 from jdisagg.parallel.submesh import WHOLE, Program, Submesh

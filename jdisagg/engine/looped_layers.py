@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jdisagg.core.experts import Experts
+from jdisagg.core.model_config import Experts
 from jdisagg.engine.attention import ChunkRows, DecodeRows, shifted
 from jdisagg.engine.paged_layers import run_layer
 from jdisagg.model.network import Layer, Stage

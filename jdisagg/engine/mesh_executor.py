@@ -19,14 +19,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jdisagg.core.events import WireCost
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.layout.reshard import PageGroup, StageShape, group_pages
+from jdisagg.core.layout.stages import ring_cut
+from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.request import Attempt
-from jdisagg.core.reshard import PageGroup, StageShape, group_pages
-from jdisagg.core.stages import ring_cut
 from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.tiers import PageMove
-from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.declaration import DeclaredProgram
@@ -42,9 +41,9 @@ from jdisagg.engine.runner import Runner
 from jdisagg.engine.tier_pages import PackedPages, TierPages
 from jdisagg.engine.transfer_declarations import transfer_programs_of
 from jdisagg.engine.warmup import Progress, null_batch, run_null
-from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.pools import PagesOfStage
 from jdisagg.kv.shipping import (
+    ErrorMonitor,
     LandedKV,
     PackedKV,
     check_landed,
@@ -59,8 +58,7 @@ from jdisagg.model.looped_params import load_for_platform
 from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.ring_params import load_ring
 from jdisagg.model.sources import Source
-from jdisagg.parallel.ring import RingMesh
-from jdisagg.parallel.submesh import Device, Submesh, shards_here
+from jdisagg.parallel.submesh import Device, RingMesh, Submesh, shards_here
 
 TIMINGS = 3  # of one pack; the least counts
 

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import AttentionOptions
+from jdisagg.core.model_config import AttentionOptions, Experts
 from jdisagg.engine.attention import ChunkRows, DecodeRows, paged_attend, shifted
 from jdisagg.engine.expert_load import tokens_sent
-from jdisagg.model.low_rank import give_rows
+from jdisagg.model.lora import give_rows
 from jdisagg.model.network import Layer, OptionsOf
 from jdisagg.model.rope import Rotation
 from pallas_kernels.quantized import stored

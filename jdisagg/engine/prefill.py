@@ -25,7 +25,7 @@ from jdisagg.engine.pooling import pools, summed_rows, whole
 from jdisagg.engine.sampling import NUM_TOP, Counts, pick, pick_greedy, token_logprobs
 from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
 from jdisagg.model.grammars.grammars import Grammars
-from jdisagg.model.low_rank import NONE
+from jdisagg.model.lora import NONE
 from jdisagg.parallel.submesh import Program, Submesh
 
 FirstTokens = tuple[tuple[RequestId, Sampled], ...]

@@ -1,4 +1,4 @@
-"""Every device program of a worker, declared once: what warm-up runs, `jdisagg.aot` compiles for chips that are not
+"""Every device program of a worker, declared once: what warm-up runs, `jdisagg aot` compiles for chips that are not
 here, the profiler times, and the count of recompiles is held to.
 
 A `ProgramTable` is made of a worker's sizes and the owners of its jitted functions, which may hold weights and pages
@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.reshard import StageShape
-from jdisagg.core.weight_format import AS_MADE, WeightFormat
+from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.layout.reshard import StageShape
+from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import declared_fills
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, whole
@@ -38,7 +37,7 @@ from jdisagg.engine.turn_steps import TurnPrograms
 from jdisagg.kv.pools import PoolForm
 from jdisagg.kv.shipping import TransferPrograms
 from jdisagg.model.looped_params import abstract_for_platform
-from jdisagg.model.low_rank import AdapterCapacity, room_for
+from jdisagg.model.lora import AdapterCapacity, room_for
 from jdisagg.model.params import StageSpec, abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jdisagg.core.layout.stages import RingCut
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.stages import RingCut
 from jdisagg.engine.adapter_slots import SlotPrograms
 from jdisagg.engine.attention import decode_rows
 from jdisagg.engine.decode import MASKED, POSITION, TOKEN, steered
@@ -26,14 +26,13 @@ from jdisagg.engine.layer_group import running
 from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import NUM_TOP, Counts, SamplingMetadata, counted, token_logprobs, with_row
 from jdisagg.engine.turns import DRAWN, PLAIN, SCORED, Drawn, Slots, draw_left
-from jdisagg.kv.ring_pools import RING_POOL_SPEC, ring_pool_format
+from jdisagg.kv.pools import RING_POOL_SPEC, ring_pool_format
 from jdisagg.model.adapted_params import ring_with_room
-from jdisagg.model.low_rank import AdapterCapacity
+from jdisagg.model.lora import AdapterCapacity
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
 from jdisagg.model.ring_params import RingParams
-from jdisagg.parallel.ring import RING, RingMesh
-from jdisagg.parallel.submesh import WHOLE, Program
+from jdisagg.parallel.submesh import RING, WHOLE, Program, RingMesh
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.stages import RingCut, ring_cut
-from jdisagg.core.weight_format import AS_MADE, WeightFormat
+from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.layout.stages import RingCut, ring_cut
+from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes
 from jdisagg.engine.programs import ProgramTable, activation_bytes, room_of
@@ -21,11 +20,10 @@ from jdisagg.engine.ring import RingPrograms
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
 from jdisagg.engine.transfer_declarations import transfer_programs_of
 from jdisagg.engine.turns import PLAIN, Slots
-from jdisagg.kv.ring_pools import abstract_ring_pool
+from jdisagg.kv.pools import abstract_ring_pool
 from jdisagg.model.grammars.grammars import mask_words
 from jdisagg.model.ring_params import ring_outline
-from jdisagg.parallel.ring import RingMesh
-from jdisagg.parallel.submesh import Device, Program
+from jdisagg.parallel.submesh import Device, Program, RingMesh
 
 
 @dataclass(frozen=True)

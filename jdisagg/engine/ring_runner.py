@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.layout.stages import RingCut
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.stages import RingCut
 from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
@@ -22,12 +22,11 @@ from jdisagg.engine.grammar_masks import EVERYTHING
 from jdisagg.engine.ring import RingPrograms
 from jdisagg.engine.sampling import Counts
 from jdisagg.engine.turns import DRAWN, PLAIN, SCORED, Drawn, PendingTurns, SentWidths, Slots
-from jdisagg.kv.ring_pools import RingPages
+from jdisagg.kv.pools import RingPages
 from jdisagg.model.grammars.grammars import Grammars
-from jdisagg.model.low_rank import AdapterCapacity
+from jdisagg.model.lora import AdapterCapacity
 from jdisagg.model.ring_params import RingParams
-from jdisagg.parallel.ring import RingMesh
-from jdisagg.parallel.submesh import Program
+from jdisagg.parallel.submesh import Program, RingMesh
 
 
 class Ring(RingPrograms):

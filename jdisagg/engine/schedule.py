@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-from jdisagg.core.collectives import KINDS, Collective
-from jdisagg.core.roofline import Work
+from jdisagg.core.hardware import KINDS, Collective, Work
 from jdisagg.core.schedule import End, Events, Start, Turns
 from jdisagg.engine.hlo import chains, collective_of
 from jdisagg.engine.hlo_text import Instruction, Module, arrays, bytes_of

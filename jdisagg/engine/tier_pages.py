@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdisagg.core.kv_layout import NULL_PAGE, DraftPages
-from jdisagg.core.reshard import plan_transfer
+from jdisagg.core.layout.kv_layout import NULL_PAGE, DraftPages
+from jdisagg.core.layout.reshard import plan_transfer
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.kv.pools import PagesOfStage
 from jdisagg.kv.shipping import LandedKV, PackedKV, TransferPrograms, pack_pages, shapes_of

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jdisagg.core.events import StepDone
-from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.layout.kv_layout import NULL_PAGE
 from jdisagg.core.request import POOLED_ONE, Attempt, Sampled, SamplingParams
 from jdisagg.core.steps import GRAMMAR, NGRAM, Admission, DecodeRows, KVTransfer, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.core.tiers import PageMove

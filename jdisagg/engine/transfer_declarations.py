@@ -8,13 +8,12 @@ from typing import Protocol
 
 import jax
 
-from jdisagg.core.kv_layout import DraftPages, KVLayout
-from jdisagg.core.reshard import Route, StageShape, draft_shape, plan_routes
+from jdisagg.core.layout.kv_layout import DraftPages, KVLayout
+from jdisagg.core.layout.reshard import Route, StageShape, draft_shape, plan_routes
 from jdisagg.core.worker_config import RAW, Digests, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes, whole
-from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import abstract_pools
-from jdisagg.kv.shipping import SLICE_SPEC, TransferPrograms, slice_shapes
+from jdisagg.kv.shipping import SLICE_SPEC, HeadSlices, TransferPrograms, slice_shapes
 from jdisagg.kv.tiers.records import RecordLayout, kept_slices
 from jdisagg.parallel.submesh import Submesh
 

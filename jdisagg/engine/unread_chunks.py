@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.layout.kv_layout import NULL_PAGE
 from jdisagg.engine.decode import POSITION
 
 

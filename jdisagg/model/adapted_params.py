@@ -12,15 +12,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jdisagg.core.layout.stages import RingCut
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.stages import RingCut
-from jdisagg.model.adapters import SHARED, AdapterWeights
-from jdisagg.model.low_rank import AdapterCapacity, Factor, attached, factors_of
+from jdisagg.model.lora import SHARED, AdapterCapacity, AdapterWeights, Factor, attached, factors_of
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams, dotted
 from jdisagg.model.ring_params import RingParams
-from jdisagg.parallel.ring import RING, RingMesh
-from jdisagg.parallel.submesh import AXIS, Submesh
+from jdisagg.parallel.submesh import AXIS, RING, RingMesh, Submesh
 
 Mesh = Submesh | RingMesh
 

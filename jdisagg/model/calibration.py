@@ -18,12 +18,10 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
+from jdisagg.core.model_config import AS_ACTIVATIONS, ModelConfig, WeightFormat
 from jdisagg.model.experts import ExpertMLP
-from jdisagg.model.head import scored, soft_capped
 from jdisagg.model.names import Leaf, layer_leaves, stage_leaves
-from jdisagg.model.network import Attend, Layer, OptionsOf, RMSNorm, Weight, dense_attend
+from jdisagg.model.network import Attend, Layer, OptionsOf, RMSNorm, Weight, dense_attend, scored, soft_capped
 from jdisagg.model.params import dotted
 from jdisagg.model.products import STORED, MatrixForm, product, quantized
 from jdisagg.model.rope import inverse_frequencies, rotations

@@ -29,14 +29,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jdisagg.core.errors import CheckpointError, ConfigError
-from jdisagg.core.kv_layout import DTYPE_BYTES
+from jdisagg.core.layout.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.checkpoint import why_no_model
 from jdisagg.model.files import read_json
-from jdisagg.model.head import scored
 from jdisagg.model.hf_config import parse_config
 from jdisagg.model.names import Index, Leaf, Part, layer_leaves
-from jdisagg.model.network import Attend, Layer, normed
+from jdisagg.model.network import Attend, Layer, normed, scored
 from jdisagg.model.norms import RMSNorm
 from jdisagg.model.params import (
     AXIS,

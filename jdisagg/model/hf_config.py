@@ -16,16 +16,16 @@ from jdisagg.core.request import MAX_STOP_TOKENS
 from jdisagg.model.families import BY_ARCHITECTURE
 from jdisagg.model.families.family import Family, Numbers
 from jdisagg.model.files import Fields, Json, read_json, shown
-from jdisagg.model.limits import (
+from jdisagg.model.quantized.config import quantization_of
+from jdisagg.model.rope_config import (
     MOST_CHANNELS,
     MOST_HEAD_DIM,
     MOST_HEADS,
     MOST_LAYERS,
     MOST_POSITIONS,
     MOST_VOCAB,
+    whole_rope,
 )
-from jdisagg.model.quantized.config import quantization_of
-from jdisagg.model.rope_config import whole_rope
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 SAMPLING_RANGES = {  # [low, high] of what a generation config may say; (low, high] where low is 0 and in OPEN

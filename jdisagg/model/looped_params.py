@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.model_config import ModelConfig, WeightFormat
 from jdisagg.core.repeats import Repeat, repeating
-from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.params import (
     AbstractStage,
     StageParams,

@@ -4,7 +4,7 @@ A `Leaf` says which checkpoint tensors a leaf of a `Stage` is made of, in order 
 is cut for a shard. Checkpoint matrices are [out, in]; a kernel [in, out] is such a leaf `transposed`, and one of a
 machine that wants it [out, in] is `flipped` once more.
 Fused leaves are fused per shard: shard 0's q, k and v heads, then shard 1's, and so on. Where shards do not divide
-heads or channels, some have zeros behind their part (see `core/tensor_cut.py`), which add nothing to any sum.
+heads or channels, some have zeros behind their part (see `core/layout/tensor_cut.py`), which add nothing to any sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jdisagg.core.experts import Experts, experts_held
-from jdisagg.core.model_config import Latent, ModelConfig
-from jdisagg.core.tensor_cut import Channels, Cut
+from jdisagg.core.layout.tensor_cut import Channels, Cut
+from jdisagg.core.model_config import Experts, Latent, ModelConfig, experts_held
 from jdisagg.model.families import EXPERT_NAMES, FUSED
 
 Index = tuple[slice, ...]

@@ -8,9 +8,12 @@ names the mesh axis that sums them.
 Leading dimensions are free: `x` is [..., hidden], so packed tokens [T] and batches [B, T] run the same code.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +21,182 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jdisagg.core.model_config import AttentionOptions, ModelConfig
+from jdisagg.core.layout.tensor_cut import replicas_of
+from jdisagg.core.model_config import AttentionOptions, ModelConfig, WeightFormat
 from jdisagg.core.repeats import Repeat
-from jdisagg.core.tensor_cut import replicas_of
-from jdisagg.core.weight_format import WeightFormat
-from jdisagg.model.columns import NormedProduct, block, cuts, pays, summed_in_turn
 from jdisagg.model.experts import ExpertMLP, Routed
-from jdisagg.model.halves import after, cut, halves, in_turn
-from jdisagg.model.head import Vocabulary, scored, soft_capped
-from jdisagg.model.latent_attention import LatentAttention
-from jdisagg.model.latents import LatentQueries
-from jdisagg.model.norms import RMSNorm, head_norm, normed
-from jdisagg.model.products import MatrixForm, product, quantized
+from jdisagg.model.latent_attention import LatentAttention, LatentQueries
+from jdisagg.model.norms import RMSNorm, after, cut, halves, head_norm, in_turn, normed
+from jdisagg.model.products import MatrixForm, filled, product, quantized
 from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
-from jdisagg.model.weight import Weight, begun, ended, summed
+from jdisagg.model.weight import Weight, begun, ended, over, summed
+from jdisagg.parallel.compiler_flags import SENT_BESIDE_BYTES
+from pallas_kernels.platforms import traced_platform
+
+# Sums over the shards in two blocks of columns, one sent while the other is multiplied: for rows too few for
+# halves.
+#
+# A step of few rows takes as long as its matrices take to be read, and halves of its rows would read them twice.
+# Cut by columns each matrix is read once: the first block's sum goes on beside the product of the second, and the
+# second one's beside that part of the next matrix which multiplies the first. A norm between them is divided out
+# behind the product.
+
+BLOCKS = 2  # more would each take the time that a collective takes to start
+LANES = 128  # of a tile: both blocks begin at one
+
+
+def cuts(model: ModelConfig, shards: int, *weights: Weight) -> bool:
+    """Whether a layer with these is cut so: a dense one, whose norms are before attention and MLP alone.
+
+    A scaled product rounds whole rows, and what adapters add is summed as a whole.
+    """
+    dense = model.experts is None and model.latent is None and model.norms == "before"
+    plain = all(each.low_rank is None and not each.form.is_scaled and not each.form.out_first for each in weights)
+    return shards > 1 and dense and plain and model.hidden_size % (BLOCKS * LANES) == 0
+
+
+def pays(hidden_size: int, rows: int) -> bool:
+    """Whether a block of so many rows is sent beside products: the least are summed before one has begun."""
+    return rows * (hidden_size // BLOCKS) * 2 >= SENT_BESIDE_BYTES
+
+
+def block(array: Array, number: int, axis: int) -> Array:
+    """One of both, read where it lies.
+
+    A start told as a number would be folded into a slice of a loop's matrix, which a TPU then copies out of its stack.
+    """
+    size = array.shape[axis] // BLOCKS
+    start = jax.lax.optimization_barrier(jnp.int32(number * size))
+    return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
+
+
+def summed_in_turn(
+    weight: Weight,
+    rows: Array,
+    axis: str | None,
+    use: Callable[[int, Array], Array | None] = lambda number, block: None,
+) -> list[Array]:
+    """Both blocks of a row-sharded product's columns, summed. use: what is done with one while the next is sent."""
+    kernel, begun, made = weight.kernel[...], list[Array](), list[Array]()
+    for number in range(BLOCKS):
+        begun.append(_product(after(rows, begun[-1] if begun else None), block(kernel, number, 1)).astype(rows.dtype))
+    used: Array | None = begun[-1]
+    for number, part in enumerate(begun):
+        ready = after(part, made[-1] if made else None)  # or the compiler would join both sums
+        total = after(ready if axis is None else jax.lax.psum(ready, axis), used)
+        if weight.bias is not None:
+            total = total + over(_columns(weight.bias[...], number), total)
+        made.append(total)
+        used = use(number, total)
+    return made
+
+
+class NormedProduct:
+    """A norm and a product with what it makes, of rows that come block by block."""
+
+    def __init__(self, norm: RMSNorm, weight: Weight) -> None:
+        self.norm, self.weight = norm, weight
+        self.sums: Array | float = 0.0  # f32[T, out], of rows that are not divided by their size yet
+        self.squares: Array | float = 0.0  # f32[T, 1]
+
+    def add(self, number: int, x: Array) -> Array:
+        """Multiplies a block."""
+        rows = self.norm.scaled(x, _columns(self.norm.scale[...], number))
+        self.sums = self.sums + _product(rows, block(self.weight.kernel[...], number, 0))
+        self.squares = self.squares + jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+        return self.sums
+
+    def whole(self, x: Array) -> Array:
+        """Of rows as long as those of `x`, in its dtype."""
+        y = (self.sums * self.norm.rate(jnp.asarray(self.squares) / x.shape[-1])).astype(x.dtype)
+        return y if self.weight.bias is None else y + over(self.weight.bias[...], y)
+
+
+def _columns(vector: Array, number: int) -> Array:
+    size = vector.shape[0] // BLOCKS
+    return vector[number * size : (number + 1) * size]
+
+
+def _product(rows: Array, matrix: Array) -> Array:
+    return jax.lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+# The head: logits of a vocabulary that may be cut over shards, whole on every one of them.
+#
+# A step's logits take as long to gather as the head takes to be multiplied. On accelerators each shard multiplies
+# its table in blocks, and one block is gathered beside the next one's product. How many they are does not depend
+# on the rows, so that those of a row are the same in any company.
+
+# A CPU gathers nothing by itself. On GPUs each gather takes long to start.
+HEAD_BLOCKS = {"gpu": 2, "tpu": 4}
+LEAST_OUTPUTS = 1024  # of a block
+Scores = Callable[[Array, slice], Array]  # (x [..., hidden], some of a shard's outputs) -> f32[..., outputs]
+
+
+class Vocabulary(NamedTuple):
+    """The vocabulary cut evenly over axes of a mesh, rows behind its end being padding."""
+
+    axes: tuple[str, ...]
+    shards: int
+
+    def rows(self, vocab_size: int) -> int:
+        """Of one shard."""
+        return -(-vocab_size // self.shards)
+
+    def whole(self, x: Array, outputs: int, scores: Scores) -> Array:
+        """f32[..., V] of rows x [..., hidden], on every shard, which has so many outputs."""
+        if not self.axes or self.shards == 1:
+            return scores(x, slice(None))
+        blocks = blocks_of(outputs, traced_platform())
+        if blocks == 1 or len(self.axes) > 1:  # a ring's is gathered at once
+            y = scores(x, slice(None))
+            return jax.lax.all_gather(y, self.axes, axis=y.ndim - 1, tiled=True)
+        gathered = self._in_turn(x, slices(outputs, blocks), scores)
+        return jnp.moveaxis(jnp.concatenate(gathered, axis=-1), 0, -2).reshape(*x.shape[:-1], -1)
+
+    def _in_turn(self, x: Array, parts: list[slice], scores: Scores) -> list[Array]:
+        """Of each part [shards, ..., outputs]: while one is gathered, the next one is multiplied."""
+        made, gathered = list[Array](), list[Array]()
+        for part in parts:
+            made.append(scores(after(x, made[-1] if made else None), part))
+        for each in made:
+            ready = after(each, gathered[-1] if gathered else None)  # or the compiler would join the gathers
+            gathered.append(jax.lax.all_gather(ready, self.axes))
+        return gathered
+
+
+def blocks_of(outputs: int, platform: str | None) -> int:
+    """That so many outputs of a shard are multiplied and gathered in."""
+    most = HEAD_BLOCKS.get(platform or "cpu", 1)
+    return most if outputs >= most * LEAST_OUTPUTS else 1
+
+
+def slices(outputs: int, blocks: int) -> list[slice]:
+    """The last is no longer than the others."""
+    size = -(-outputs // (blocks * LANES)) * LANES
+    return [slice(start, min(start + size, outputs)) for start in range(0, outputs, size)]
+
+
+def soft_capped(logits: Array, cap: float | None) -> Array:
+    """Within (-cap, cap) (Gemma 2, section 2)."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def scored(x: Array, table: Array) -> Array:
+    """[..., hidden] against [V, hidden] -> f32[..., V].
+
+    A few rows go as a product *of* the table: any other way XLA's CPU backend transposes the whole table at every call
+    (1.3 of 25 CPU milliseconds of a decode turn of 8 rows, V 8192), and the barriers keep it from folding that away.
+    """
+    x = x.astype(table.dtype)
+    if x.ndim != 2:
+        return jnp.einsum("...h,vh->...v", x, table, preferred_element_type=jnp.float32)
+    if x.shape[0] == 1 and table.dtype != jnp.float32:
+        return scored(jnp.concatenate([x, x]), table)[:1]  # see `products.py`
+    rows = jax.lax.optimization_barrier(filled(x).T if x.shape[0] > 1 else x.T)
+    scores = jax.lax.optimization_barrier(jnp.matmul(table, rows, preferred_element_type=jnp.float32))
+    return scores.T[: x.shape[0]]
+
 
 # (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D], sinks [Hq] or None) -> [..., Hq, D];
 # of latents (layer, queries, row [..., 1, R + rotated], None, None) -> [..., Hq, V]

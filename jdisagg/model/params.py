@@ -18,13 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 
 from jdisagg.core.errors import MissingTensor, WrongDtype, WrongShape
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.repeats import Repeat
-from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.model.experts import MATRICES, ExpertMLP
-from jdisagg.model.head import Vocabulary
 from jdisagg.model.names import Index, Leaf, first_tensor, stage_leaves
-from jdisagg.model.network import Stage, Weight
+from jdisagg.model.network import Stage, Vocabulary, Weight
 from jdisagg.model.products import MatrixForm, layout_of
 from jdisagg.model.shards import channel_scales, scaled_shard, shard_of_leaf
 from jdisagg.model.sources import FLOATS, Source

@@ -1,6 +1,6 @@
 """A stage's weights from those that lie on the devices already, cut otherwise: nothing is read from the checkpoint.
 
-What moves is `core/weight_moves.py`'s plan. Every leaf of a worker's last life is one of its next: the same rows, cut
+What moves is `core/layout/tensor_cut.py`'s plan. Every leaf of a worker's last life is one of its next: the same rows, cut
 for other shards, on other devices of the same worker. Numbers are moved as they are, so that the weights are to the
 last bit what `load_stage` reads. A leaf is given up as soon as its successor is there: never are all held twice.
 """
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jdisagg.core.experts import experts_held
-from jdisagg.core.weight_moves import ShardCut, WeightMove, plan_weight_moves, shard_cut
+from jdisagg.core.layout.tensor_cut import ShardCut, WeightMove, plan_weight_moves, shard_cut
+from jdisagg.core.model_config import experts_held
 from jdisagg.model.names import Leaf, Part
 from jdisagg.model.params import AbstractStage, StageParams, StageSpec, load_leaf, outline_of
 from jdisagg.model.products import TINY

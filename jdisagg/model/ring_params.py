@@ -14,12 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.stages import RingCut
-from jdisagg.core.weight_format import AS_MADE, WeightFormat
-from jdisagg.model.head import Vocabulary
+from jdisagg.core.layout.stages import RingCut
+from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.model.names import Index, Leaf, ring_leaves
-from jdisagg.model.network import Stage
+from jdisagg.model.network import Stage, Vocabulary
 from jdisagg.model.params import (
     SUMMED,
     AbstractStage,
@@ -31,7 +29,7 @@ from jdisagg.model.params import (
 )
 from jdisagg.model.products import layout_of
 from jdisagg.model.sources import Source
-from jdisagg.parallel.ring import BOTH, RING, RingMesh
+from jdisagg.parallel.submesh import BOTH, RING, RingMesh
 
 ENDS = ("embed", "head", "head_scale")  # over the whole ring
 

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 from jax.typing import DTypeLike
 
-from jdisagg.core.experts import experts_held
+from jdisagg.core.model_config import experts_held
 from jdisagg.model.names import Index, Leaf, Part, in_halves
 from jdisagg.model.products import STEP, STORED, TINY
 from jdisagg.model.sources import Source, stored_channels

@@ -1,16 +1,211 @@
 """Text to tokens and back, as the checkpoint's own tokenizer says; chat messages to text."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tokenizers
 
-from jdisagg.core.errors import RequestError, TooLong
-from jdisagg.model.chat_template import ChatTemplates, Message
-from jdisagg.model.content import SpecialText, most_bytes_a_token, without_special
-from jdisagg.model.detokenizer import Vocabulary, pieces
-from jdisagg.model.tokenizer_files import read_tokenizer
+from jdisagg.core.errors import CheckpointError, RequestError, TooLong
+from jdisagg.model.chat_template import (
+    ChatTemplates,
+    Message,
+    SpecialText,
+    find_templates,
+    most_bytes_a_token,
+    without_special,
+)
+from jdisagg.model.files import Fields, Json, first_line, read_json, shown
+from jdisagg.model.gguf.config import generation_defaults
+from jdisagg.model.gguf.file import is_gguf, read_gguf
+from jdisagg.model.gguf.source import build_tokenizer, chat_templates, named_tokens
+from jdisagg.model.hf_config import read_generation_config
+
+# Tokens back to text, piece by piece: what is shown is never taken back, and never holds half a character.
+#
+# Two kinds of vocabulary need two ways. Byte-level BPE (Llama 3, Qwen) maps every token to bytes, so a UTF-8
+# decoder that remembers an open character is exact. Sentencepiece-like decoders (Llama 2, Mistral) look at
+# neighbours: a run of byte tokens is one character string or none, so it waits until the run ends; the rest is
+# decoded next to its predecessor, which carries the spacing. Either way the pieces joined are the decoding of the
+# whole.
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Pieces(Protocol):
+    """One text under way."""
+
+    def push(self, ids: list[int]) -> str:
+        """The text that these tokens make certain."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back; nothing is pushed afterwards."""
+        ...
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable stand-in of each byte in a byte-level vocabulary (GPT-2's table), reversed."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+
+
+class Vocabulary:
+    """What decoding needs to know of a tokenizer, found once and shared by all texts."""
+
+    def __init__(self, raw: tokenizers.Tokenizer):
+        self.raw = raw
+        self.special = {i for i, token in raw.get_added_tokens_decoder().items() if token.special}
+        decoder = json.loads(raw.to_str()).get("decoder") or {}
+        self.is_byte_level = decoder.get("type") == "ByteLevel"
+        self.may_break_characters = "ByteLevel" in json.dumps(decoder)
+        has_fallback = "ByteFallback" in json.dumps(decoder)
+        tokens = raw.get_vocab().items() if has_fallback else ()
+        self.byte_ids = {i for token, i in tokens if BYTE_TOKEN.fullmatch(token)}
+        self._alphabet = byte_alphabet()
+        self._bytes: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Bytes of one token of a byte-level vocabulary; none for an id that it does not have."""
+        if token_id not in self._bytes:
+            token = self.raw.id_to_token(token_id) or ""
+            known = all(char in self._alphabet for char in token)
+            self._bytes[token_id] = bytes(self._alphabet[char] for char in token) if known else token.encode()
+        return self._bytes[token_id]
+
+
+class BytePieces:
+    """Byte-level vocabularies: bytes into an incremental UTF-8 decoder."""
+
+    def __init__(self, vocabulary: Vocabulary, skip: set[int]):
+        self._vocabulary, self._skip = vocabulary, skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: list[int]) -> str:
+        bytes_of = self._vocabulary.bytes_of
+        return self._utf8.decode(b"".join(bytes_of(i) for i in ids if i not in self._skip))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowPieces:
+    """All other vocabularies: the newest tokens are decoded behind those shown last, whose text is then cut off."""
+
+    def __init__(self, vocabulary: Vocabulary, skip: set[int]):
+        self._vocabulary, self._skip = vocabulary, skip
+        self._shown: list[int] = []  # tokens of the last piece
+        self._shown_text = ""
+        self._ready: list[int] = []  # tokens behind it that wait to be decoded
+        self._run: list[int] = []  # byte tokens whose run has not ended
+
+    def push(self, ids: list[int]) -> str:
+        before = len(self._ready)
+        for token_id in ids:
+            if token_id in self._vocabulary.byte_ids:
+                self._run.append(token_id)
+            elif token_id not in self._skip and self._vocabulary.raw.id_to_token(token_id) is not None:
+                self._ready += [*self._run, token_id]
+                self._run = []
+        return self._advance(final=False) if len(self._ready) > before else ""
+
+    def flush(self) -> str:
+        self._ready += self._run
+        self._run = []
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        text = self._decode(self._shown + self._ready)[len(self._shown_text) :]
+        unfinished = self._vocabulary.may_break_characters and text.endswith("\ufffd")
+        if not text or (unfinished and not final):
+            return ""
+        self._shown, self._ready = self._ready, []
+        self._shown_text = self._decode(self._shown)
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._vocabulary.raw.decode(ids, skip_special_tokens=False)
+
+
+def pieces(vocabulary: Vocabulary, skip_special_tokens: bool) -> Pieces:
+    """A fresh text of this vocabulary."""
+    skip = vocabulary.special if skip_special_tokens else set()
+    return BytePieces(vocabulary, skip) if vocabulary.is_byte_level else WindowPieces(vocabulary, skip)
+
+
+# What a tokenizer is made of, wherever it lies: the files of a Hugging Face folder, or a GGUF file.
+
+TOKENIZER_BYTES = 512 << 20  # of a tokenizer.json; the largest public ones have some 35 MB
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """As they were found, of one model."""
+
+    raw: tokenizers.Tokenizer
+    named: Mapping[str, str]  # `bos_token`, `eos_token` and the like
+    templates: Mapping[str, str]
+    end_ids: tuple[int, ...]  # that end an answer by the model's word, beside `eos_token`
+
+
+def read_tokenizer(place: Path) -> TokenizerFiles:
+    """Of a folder (`tokenizer.json`; the other files are optional) or of a GGUF file. Raises `CheckpointError`."""
+    if is_gguf(place):
+        file = read_gguf(place)
+        ends = generation_defaults(file).eos_ids
+        return TokenizerFiles(build_tokenizer(file), named_tokens(file), chat_templates(file), ends)
+    raw = _read_json_tokenizer(place / "tokenizer.json")
+    config = _optional(place / "tokenizer_config.json")
+    named = _special_tokens(_optional(place / "special_tokens_map.json")) | _special_tokens(config)
+    ends = read_generation_config(place).eos_ids if (place / "config.json").exists() else ()
+    return TokenizerFiles(raw, named, find_templates(place, config), ends)
+
+
+def _optional(path: Path) -> Json:
+    return read_json(path) if path.exists() else {}
+
+
+def _read_json_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    if not path.exists():
+        raise CheckpointError(f"no {path.name} in {path.parent}")
+    _refuse_broken_merges(path)
+    try:
+        raw = tokenizers.Tokenizer.from_file(str(path))
+        raw.no_truncation()
+        raw.no_padding()
+        raw.encode_batch_fast(["a"])  # what only use finds out
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the Rust side raises bare Exception, and where it panics a BaseException
+        raise CheckpointError(f"cannot read {path}: {first_line(error)}") from error
+    return raw
+
+
+def _refuse_broken_merges(path: Path) -> None:
+    """A prefix that merged tokens do not have makes `tokenizers` 0.23 read beyond a string and end the process."""
+    model = Fields(read_json(path, TOKENIZER_BYTES), str(path)).part("model")
+    prefix = model.word("continuing_subword_prefix") if model is not None else None
+    if model is None or not prefix:
+        return
+    merges = model.raw.get("merges")
+    for merge in merges if isinstance(merges, list) else []:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(parts, list) and str(parts[-1:][0] if parts else "").startswith(prefix)):
+            raise model.wrong("continuing_subword_prefix", f"what all second parts begin with; {shown(merge)} does not")
+
+
+def _special_tokens(config: Json) -> dict[str, str]:
+    """`bos_token`, `eos_token` and the like, each written as a string or as {"content": ...}."""
+    named = {key: value for key, value in config.items() if key.endswith("_token") and value}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 class Tokenizer:

@@ -6,7 +6,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jdisagg.model.low_rank import LowRank
+from jdisagg.model.lora import LowRank
 from jdisagg.model.products import MatrixForm, Partial, partial_product, product, quantized, whole
 
 

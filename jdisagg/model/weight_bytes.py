@@ -17,13 +17,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jdisagg.core.adapters import adapter_sizes
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.layout.stages import RingCut
+from jdisagg.core.model_config import ModelConfig, WeightFormat
 from jdisagg.core.settings import Settings
-from jdisagg.core.stages import RingCut
-from jdisagg.core.weight_format import WeightFormat
-from jdisagg.model.head import Vocabulary
-from jdisagg.model.low_rank import factors_of, room_for
-from jdisagg.model.network import Stage
+from jdisagg.model.lora import factors_of, room_for
+from jdisagg.model.network import Stage, Vocabulary
 from jdisagg.model.products import MatrixForm
 from jdisagg.model.ring_params import alike
 

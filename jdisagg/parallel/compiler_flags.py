@@ -25,7 +25,7 @@ AS_STORED: dict[str, Option] = {"xla_disable_hlo_passes": "float-normalization-b
 TPUS = ("TPU v5", "TPU v6", "TPU7x")
 GPUS = ("NVIDIA",)
 WITHOUT_SPARSE_CORES = "TPU v5 lite"
-SENT_BESIDE_BYTES = 64 << 10  # of a block of columns (`model/columns.py`), at the least
+SENT_BESIDE_BYTES = 64 << 10  # of a block of columns (`model/network.py`), at the least
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,20 @@ A topology's devices are made once and kept: devices of two descriptions of the 
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
+import jax
 import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.experimental import topologies
 
 from jdisagg.core.errors import ConfigError, MeshError
-from jdisagg.core.targets import Chip, Target
+from jdisagg.core.hardware import Chip, Target
 from jdisagg.parallel.submesh import Device
 
 # Variables that an entry file sets before the compilers are loaded. The first lets several processes load libtpu at
@@ -96,3 +101,27 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
 device_description_str: "{sheet.description}"
 """
+
+
+# What a machine and its compiler are called where something is kept that is for no other.
+
+
+def machine_name() -> str:
+    """Programs are for one kind of processor and one compiler: a home folder that machines share has one for each."""
+    words = [platform.machine(), _processor(), jax.__version__, version("jaxlib")]
+    return f"jax-{jax.__version__}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]}"
+
+
+@cache
+def has_feature(name: str) -> bool:
+    """Whether this machine's processor says that it has it, in the words of Linux ("avx512f")."""
+    return name in _processor().split()
+
+
+def _processor() -> str:
+    """What the processor can do, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

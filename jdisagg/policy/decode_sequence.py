@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.layout.kv_layout import NULL_PAGE
 from jdisagg.core.messages import Commit, Reserve
 from jdisagg.core.request import Attempt, FinishReason, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import Admission, KVTransfer

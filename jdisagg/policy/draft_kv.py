@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.hardware import Chip
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.targets import Chip
 
 REPEATED = 1 / 3  # of prompts' tokens: Mooncake's conversations with room for ten million tokens (figure 9)
 # Round estimates: nothing here learns what this load repeats, what these chunks reach, or what this link does.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import add
 
-from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.layout.kv_layout import NULL_PAGE
+from jdisagg.core.layout.reshard import PageGroup, pages_elsewhere
 from jdisagg.core.messages import StartPrefill
 from jdisagg.core.request import Attempt, Request, Sampled, WorkerId
-from jdisagg.core.reshard import PageGroup, pages_elsewhere
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import TransferMode, WorkerConfig
 from jdisagg.policy.handoff import Handoff

@@ -8,10 +8,10 @@ are the reservation's own, and shipping is a change of books.
 from __future__ import annotations
 
 from jdisagg.core.events import ShipKV, StepDone
+from jdisagg.core.layout.reshard import group_pages
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Ack, Granted, Resend, StartPrefill, TokenDelta
 from jdisagg.core.request import Attempt, Sampled, WorkerId
-from jdisagg.core.reshard import group_pages
 from jdisagg.core.steps import KVTransfer, PrefillChunks
 from jdisagg.core.worker_config import TransferMode, WorkerConfig, bucket
 from jdisagg.policy.decode_sequence import end_of

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import Latent, ModelConfig
+from jdisagg.core.model_config import Experts, Latent, ModelConfig
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 

@@ -6,35 +6,59 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdisagg.core.events import (
-    ROUTER,
-    Event,
-    InsertKV,
-    KVArrived,
-    OpenGates,
-    Received,
-    RunStep,
-    Send,
-    ShipKV,
-)
-from jdisagg.core.request import WorkerId
+from jdisagg.core.events import ROUTER, Event, InsertKV, KVArrived, OpenGates, Received, RunStep, Send, ShipKV
+from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.tiers import DropPages, MovePages, PagesMoved, Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.device import Device, Span
-from jdisagg.sim.fast_forward import StepEnds
-from jdisagg.sim.held_steps import HeldSteps
-from jdisagg.sim.links import FairLinks
-from jdisagg.sim.network import NETWORK, FlowDone, Network, PartPacked
+from jdisagg.sim.fast_forward import PrefixLookups, StepEnds
+from jdisagg.sim.links import NETWORK, FairLinks, FlowDone, Network, PartPacked
 from jdisagg.sim.outcome import SLO, Outcome
-from jdisagg.sim.prefix_lookups import PrefixLookups
-from jdisagg.sim.simulation import Simulation
-from jdisagg.sim.spans import Place, SpanLog, Work, WorkSpan
+from jdisagg.sim.simulation import Place, Simulation, SpanLog, Work, WorkSpan
 from jdisagg.sim.stops import Stops
 from jdisagg.sim.tiers import SimulatedTiers
 from jdisagg.sim.traces import Trace
+
+# Simulated steps that wait at gates: each runs in one piece, when the last part that it waits for is in.
+
+
+class HeldSteps:
+    """Of all workers, by the attempt that they wait for."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[WorkerId, Attempt], tuple[RunStep, set[int]]] = {}
+
+    def hold(self, actor: WorkerId, effect: RunStep) -> bool:
+        """Whether the step has to wait."""
+        gates = effect.plan.decode.gates if effect.plan.decode else ()
+        if gates:
+            parts = {part for gate in gates for part in gate.parts}
+            self._held[actor, gates[0].attempt] = (effect, parts)
+        return bool(gates)
+
+    def forget(self, actor: WorkerId) -> None:
+        """It is gone."""
+        self._held = {key: step for key, step in self._held.items() if key[0] != actor}
+
+    def freed(self, actor: WorkerId, effect: InsertKV | OpenGates) -> RunStep | None:
+        """The step that waits for nothing any more."""
+        whose = effect.transfer if isinstance(effect, InsertKV) else effect
+        key = actor, whose.attempt
+        if key not in self._held:
+            return None
+        step, parts = self._held[key]
+        if isinstance(effect, InsertKV):
+            parts.discard(effect.transfer.part)
+        else:
+            parts.clear()
+        if parts:
+            return None
+        del self._held[key]
+        return step
+
 
 PLACE = {Tier.DRAM: Place.DRAM, Tier.DISK: Place.DISK}
 POOL = WorkerId("pool")  # whose curve is everybody's

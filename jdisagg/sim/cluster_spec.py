@@ -7,19 +7,18 @@ from dataclasses import dataclass, field, replace
 
 from jdisagg.core.default_sizes import chunk_sequences, decode_slots, one_stage_turns, page_size, step_tokens
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.hardware import CHIPS, Chip
 from jdisagg.core.labels import NOWHERE, Labels
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.steps import KVTransfer
-from jdisagg.core.targets import CHIPS, Chip
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
-from jdisagg.sim.cost_models import CostModel, Roofline, distserve_fit, distserve_kv_tokens
+from jdisagg.sim.cost_models import CostModel, RingRoofline, Roofline, distserve_fit, distserve_kv_tokens
 from jdisagg.sim.hardware import Hardware, hardware
 from jdisagg.sim.kernel_tables import KernelTables
 from jdisagg.sim.links import DomainLinks, FairLinks
-from jdisagg.sim.ring_costs import RingRoofline
 from jdisagg.sim.tiers import TierSpec
 from jdisagg.sim.traces import Trace
 

@@ -1,16 +1,14 @@
 """What a step may be expected to take on a chip, where its floor says what it must: rates are the shares of the data
 sheet that kernels were measured to reach (`hardware.py`), and of collectives counts what nothing else hides.
 
-`jdisagg.aot` counts the collectives in the compiled program, and reads off its schedule what runs beside them.
+`jdisagg aot` counts the collectives in the compiled program, and reads off its schedule what runs beside them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jdisagg.core.collectives import Sent
-from jdisagg.core.roofline import Work
-from jdisagg.core.torus import Joined
+from jdisagg.core.hardware import Joined, Sent, Work
 from jdisagg.sim.hardware import Hardware
 
 ONE = Joined()

@@ -22,7 +22,7 @@ from jdisagg.policy.worker import Worker
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.device import Device
-from jdisagg.sim.network import NETWORK, PartPacked
+from jdisagg.sim.links import NETWORK, PartPacked
 from jdisagg.sim.traces import Trace
 
 REPAIR = WorkerId("repair")

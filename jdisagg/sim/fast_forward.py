@@ -7,19 +7,26 @@ takes the steps that have ended by then, and the rest of what was foreseen stand
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from collections.abc import Sequence as Ids
 from functools import cache
+from itertools import count
 from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from jdisagg.core.events import RunStep, Send
+from jdisagg.core.messages import Progress, StartPrefill
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import DecodeRows, StepPlan
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.fast_forward import next_rows
+from jdisagg.policy.prefix_cache import NamedTokens, PageHash
 from jdisagg.policy.worker import Worker
 from jdisagg.sim.cost_models import CostModel, ManySteps
 from jdisagg.sim.device import TOKEN, Device, Flying, Span
+from jdisagg.sim.outcome import Lookups
 
 WORTH = 4  # quiet steps from which on foreseeing them takes less than taking them
 
@@ -167,3 +174,109 @@ def _seconds(device: Device, cost: CostModel, plan: DecodeRows, steps: int) -> n
     if _takes_arrays(type(cost)):
         return cast(ManySteps, cost).steps_s(plan, contexts)
     return np.array([cost.decode_s(plan, context) for context in contexts.tolist()])
+
+
+# A prompt that only knows how long it is and, where its trace tells, what its pages are called: it has no words.
+
+MOST_TOKENS = 1 << 32  # of one request
+
+
+class Names(NamedTuple):
+    """What is known of one request's tokens, be they prompt or output."""
+
+    blocks: npt.NDArray[np.int64]  # numbers of its prompt's blocks, each with all blocks before it
+    block_tokens: int
+    tokens: int  # leading ones that are in those blocks; the others are nobody's but its own
+    number: int  # of the request
+
+    def of_pages(self, start: int, stop: int, page_size: int) -> tuple[PageHash, ...]:
+        """Of the full pages of tokens [start, stop): the block in which a page ends, and where. Its own are odd.
+
+        Two pages have one name exactly where they end alike in blocks that are equal up to there; this holds whether
+        or not pages and blocks divide each other.
+        """
+        last = np.arange(start + page_size - 1, stop, page_size, dtype=np.int64)
+        known, own = last[last < self.tokens], last[last >= self.tokens]
+        named = self.blocks[known // self.block_tokens] * self.block_tokens + known % self.block_tokens
+        return (*(2 * named).tolist(), *(2 * (own + self.number * MOST_TOKENS) + 1).tolist())
+
+
+class SimulatedSequence(NamedTokens):
+    """Tokens of nothing. Slicing and joining take no time: a prompt of a million is as cheap as one of one."""
+
+    __slots__ = ("_names", "_start", "_stop")
+
+    def __init__(self, tokens: int, names: Names | None = None, start: int = 0) -> None:
+        """start: of these tokens in what `names` names."""
+        assert tokens >= 0, tokens
+        self._start, self._stop, self._names = start, start + tokens, names
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, part: slice) -> SimulatedSequence:
+        inside = range(self._start, self._stop)[part]
+        return SimulatedSequence(len(inside), self._names, inside.start)
+
+    def __add__(self, other: Sized) -> SimulatedSequence:
+        """What a trace does not tell of, such as an answer, is like nothing that any other request has."""
+        return SimulatedSequence(len(self) + len(other), self._names, self._start)
+
+    def __repr__(self) -> str:
+        return f"Sequence({len(self)})"
+
+    def page_hashes(self, page_size: int, salt: str) -> tuple[PageHash, ...]:
+        """None where nothing is known of its tokens. A trace has no salts."""
+        assert not salt, salt
+        return () if self._names is None else self._names.of_pages(self._start, self._stop, page_size)
+
+
+class NamedPrompts:
+    """Prompts of one trace, by the ids of their blocks."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self._numbers: dict[tuple[int, int], int] = {}  # of a block, by the number of that before it (-1) and its id
+        self._requests = count()
+
+    def prompt(self, tokens: int, ids: Ids[int]) -> SimulatedSequence:
+        """Equal beginnings of `ids` are equal beginnings of prompts. Tokens beyond them are like no other's."""
+        numbers, before, blocks = self._numbers, -1, list[int]()
+        for each in ids:
+            before = numbers.setdefault((before, each), len(numbers))
+            blocks.append(before)
+        named = min(tokens, len(blocks) * self.block_tokens)
+        return SimulatedSequence(
+            tokens, Names(np.array(blocks, np.int64), self.block_tokens, named, next(self._requests))
+        )
+
+
+# What a simulated cluster's prefix caches were asked for and had, pool by pool, read off the words of its actors.
+
+
+class PrefixLookups:
+    """A prompt is looked up where it is computed, and where it is decoded if that is another worker."""
+
+    def __init__(self, workers: Sequence[WorkerConfig]) -> None:
+        self._roles = {config.worker: config.role for config in workers if config.prefix_caching}
+        self.by_role = {role: Lookups() for role in Role if role in self._roles.values()}
+
+    def said(self, actor: WorkerId, effect: Send) -> None:
+        """Of every word that may tell of a prompt's beginning; others are of no concern."""
+        message = effect.message
+        if isinstance(message, Progress):
+            self._found(actor, message.cached_tokens)
+        elif isinstance(message, StartPrefill):
+            tokens = len(message.request.prompt)
+            self._looked_up(effect.to, tokens)
+            if message.decode_worker != effect.to:
+                self._looked_up(message.decode_worker, tokens)
+                self._found(message.decode_worker, message.cached_pages * message.decode_page_size)
+
+    def _looked_up(self, worker: WorkerId, tokens: int) -> None:
+        if worker in self._roles:
+            self.by_role[self._roles[worker]].looked_up += tokens
+
+    def _found(self, worker: WorkerId, tokens: int) -> None:
+        if worker in self._roles:
+            self.by_role[self._roles[worker]].found += tokens

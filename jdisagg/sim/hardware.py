@@ -9,10 +9,14 @@ without such a table take the H100's shares.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.targets import CHIPS
+from jdisagg.core.hardware import CHIPS
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.hf_config import read_config
+from jdisagg.sim.arithmetic import model
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +113,15 @@ def hardware(name: str) -> Hardware:
     if name not in HARDWARE:
         raise ConfigError(f"no hardware {name!r}; there are {', '.join(HARDWARE)}")
     return HARDWARE[name]
+
+
+# The numbers of a model, which may be a name, a folder, or nothing at all.
+
+EMBEDDED = Path(__file__).parent.parent / "embedded"
+
+
+def model_of(name: str) -> ModelConfig:
+    """Of a name of `sim/arithmetic.py`, a Hugging Face folder, or "", the embedded model. Raises ConfigError or
+    CheckpointError."""
+    folder = Path(name) if name else EMBEDDED
+    return replace(read_config(folder), family=folder.name) if folder.is_dir() else model(name)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.layout.stages import split_prefill
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.profile import DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
-from jdisagg.core.stages import split_prefill
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.core.worker_config import RAW, Role, TransferMode, WorkerConfig
 from jdisagg.sim.cluster_spec import ClusterSpec, longest

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jdisagg.core.codec import encode
+from jdisagg.core.codec import encode, shown
 from jdisagg.core.errors import JournalError
 from jdisagg.core.events import (
     ROUTER,
@@ -43,9 +43,45 @@ from jdisagg.core.messages import Message
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.tiers import MovePages, PageMove, PagesMoved
-from jdisagg.sim.follow import actors_of, decide
+from jdisagg.policy.router import Router
+from jdisagg.policy.worker import Worker
 from jdisagg.sim.simulation import Simulation
 from jdisagg.sim.traces import Trace
+
+# Fresh actors taken through a record, event by event, as a driver would have: what they decide, or why they
+# cannot.
+
+
+class Actor(Protocol):
+    def handle(self, event: Event, now_s: float) -> list[Effect]: ...
+
+
+def actors_of(header: Header) -> dict[WorkerId, Actor]:
+    """The router and the workers of a record, at their beginning. Raises JournalError where they cannot be made."""
+    try:
+        return {ROUTER: Router(header.router, header.workers), **{each.worker: Worker(each) for each in header.workers}}
+    except Exception as error:
+        raise JournalError(f"line 1: no such actors can be: {_said(error)}") from error
+
+
+def decide(actors: Mapping[WorkerId, Actor], recorded: Recorded, number: int) -> list[Effect]:
+    """What the record's event `number` leads to now. Raises JournalError, naming the line."""
+    if recorded.actor not in actors:
+        raise JournalError(
+            f"line {recorded.line}: event {number} is for {shown(recorded.actor)}, which the header does not have"
+        )
+    try:
+        return actors[recorded.actor].handle(recorded.event, recorded.at_s)
+    except Exception as error:
+        if isinstance(recorded.event, Received) and recorded.event.sender not in actors:
+            return []  # live it ended the session with its speaker
+        what = f"event {number}, {type(recorded.event).__name__} to {recorded.actor}"
+        raise JournalError(f"line {recorded.line}: {what}, cannot follow on those before: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
 
 NEVER = math.inf  # of a timer that was overdue and yet moved before it fired
 

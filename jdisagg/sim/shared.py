@@ -23,7 +23,7 @@ from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ONE_TOKEN, ClusterSpec
 from jdisagg.sim.cost_models import CostModel, MixedCostModel
 from jdisagg.sim.device import Span
-from jdisagg.sim.network import NETWORK, PartPacked
+from jdisagg.sim.links import NETWORK, PartPacked
 from jdisagg.sim.tiers import SimulatedTiers
 
 PREFILL, DECODE = PHASES

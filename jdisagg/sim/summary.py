@@ -14,7 +14,7 @@ from rich.table import Table
 from jdisagg.core.errors import ConfigError
 from jdisagg.policy.autoscaler import Flip
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_text
-from jdisagg.sim.spans import SpanLog
+from jdisagg.sim.simulation import SpanLog
 
 QUANTILES = (50, 90, 99)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
+import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from jdisagg.core.errors import ConfigError
+from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.draft_head import (
@@ -43,10 +44,9 @@ from jdisagg.model.export import config_json, save_hf, write_json
 from jdisagg.model.names import Index
 from jdisagg.model.params import AXIS
 from jdisagg.model.sources import Source
-from jdisagg.training.answers import Target, Written
-from jdisagg.training.attention import blocked_attend
-from jdisagg.training.checkpoints import Checkpoints
-from jdisagg.training.step import Leaves, OptimiserSettings, make_optimiser, updated
+from jdisagg.training.data import Target, TargetSettings, Written
+from jdisagg.training.run import Checkpoints, read_table
+from jdisagg.training.step import Leaves, OptimiserSettings, blocked_attend, make_optimiser, updated
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 SHARED = ("embed", "rows")  # leaves that are the model's own
@@ -296,3 +296,39 @@ def read_losses(path: Path) -> list[list[float]]:
     """Steps done, and the mean loss of those since the last line."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [[line["step"], line["loss"]] for line in lines]
+
+
+# The settings of a head's training: one TOML file with [target], [head] and [optimiser].
+
+TABLES = ("target", "head", "optimiser")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTrainSettings:
+    target: TargetSettings
+    head: HeadSettings
+    optimiser: OptimiserSettings
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """Raises ConfigError for a file that cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+
+
+def read_head_settings(path: Path) -> HeadTrainSettings | None:
+    """None where the file is about a model. Raises ConfigError, FlagError for tables and keys unknown or missing."""
+    tables = read_tables(path)
+    if "head" not in tables:
+        return None
+    unknown = sorted(tables.keys() - set(TABLES))
+    if unknown:
+        raise FlagError(f"unknown table {unknown[0]} in {path}; beside a head there are {', '.join(TABLES)}")
+    found = read_table(TargetSettings, "target", tables.get("target", {}))
+    return HeadTrainSettings(
+        replace(found, temperatures=tuple(found.temperatures)),
+        read_table(HeadSettings, "head", tables["head"]),
+        read_table(OptimiserSettings, "optimiser", tables.get("optimiser", {})),
+    )

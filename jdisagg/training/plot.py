@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from jdisagg.training.progress import Report
+from jdisagg.training.run import Report
 
 
 def plot_losses(reports: list[Report], path: Path) -> None:

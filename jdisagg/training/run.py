@@ -1,24 +1,401 @@
 """One training run from corpus to last checkpoint: resumable at any step with the same losses."""
 
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import logging
+import math
+import platform
 import time
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
+from jax import Array
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from jdisagg.core.errors import ConfigError
-from jdisagg.training.batches import batch_at, token_stream, tokens_before, total_steps
-from jdisagg.training.checkpoints import Checkpoints
-from jdisagg.training.corpus import Corpus
-from jdisagg.training.evaluate import Meter, Windows, bits_per_byte, cut_windows, make_meter, thinned
-from jdisagg.training.progress import ProgressLog, Report
-from jdisagg.training.settings import TrainSettings
-from jdisagg.training.step import Leaves, Network, TrainStep, make_optimiser, make_step, new_network
-from jdisagg.training.teacher import answers_of, make_lesson, open_teacher, pupil_of
-from jdisagg.training.tokenizer import make_tokenizer
+from jdisagg.core.errors import ConfigError, FlagError, UnsupportedModel
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.export import checkpoint_tensors, config_json, save_hf, write_json
+from jdisagg.model.hf_config import parse_config
+from jdisagg.model.network import Stage, forward
+from jdisagg.training.data import (
+    CHAT_END,
+    CHAT_START,
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    PAD,
+    SPECIALS,
+    Corpus,
+    Document,
+    Phase,
+    batch_at,
+    make_tokenizer,
+    token_stream,
+    tokens_before,
+    total_steps,
+)
+from jdisagg.training.step import (
+    Leaves,
+    Network,
+    OptimiserSettings,
+    TrainStep,
+    make_optimiser,
+    make_step,
+    new_network,
+    token_losses,
+)
+from jdisagg.training.teacher import TeacherSettings, answers_of, make_lesson, open_teacher, pupil_of
+
+# How well a model predicts held-out files: bits for each byte of text, whatever the tokenizer.
+
+Meter = Callable[[Leaves, np.ndarray, np.ndarray], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Held-out text cut at document boundaries and every `length` tokens; each token is a target exactly once."""
+
+    tokens: np.ndarray  # i32[N, length + 1], the tail padded with <|endoftext|>
+    counted: np.ndarray  # bool[N, length], False where padded
+    text_bytes: int  # bytes of all counted targets
+
+
+def cut_windows(documents: tuple[Document, ...], tokenizer: Tokenizer, length: int) -> Windows:
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    sizes = token_bytes(tokenizer)
+    rows, counts, text_bytes = [], [], 0
+    for document in documents:
+        ids = [end_of_text, *tokenizer.encode(document.text).ids]
+        text_bytes += int(sizes[ids].sum())
+        for start in range(0, len(ids) - 1, length):
+            row = ids[start : start + length + 1]
+            counts.append(len(row) - 1)
+            rows.append(row + [end_of_text] * (length + 1 - len(row)))
+    return Windows(np.asarray(rows, np.int32), np.arange(length) < np.asarray(counts)[:, None], text_bytes)
+
+
+def thinned(windows: Windows, count: int, tokenizer: Tokenizer) -> Windows:
+    """About `count` windows spread evenly over all of them."""
+    kept = np.unique(np.linspace(0, len(windows.tokens) - 1, count).astype(int))
+    tokens, counted = windows.tokens[kept], windows.counted[kept]
+    sizes = token_bytes(tokenizer)
+    return Windows(tokens, counted, int((sizes[tokens[:, 1:]] * counted).sum()))
+
+
+def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
+    """i64[V]: bytes of text each token stands for; byte-level BPE spells a byte as one character, specials are none."""
+    texts = [tokenizer.id_to_token(index) or "" for index in range(tokenizer.get_vocab_size())]
+    return np.asarray([0 if text in SPECIALS else len(text) for text in texts])
+
+
+def make_meter(network: Network) -> Meter:
+    """(leaves, i32[B, T + 1], bool[B, T]) -> f32[], the nats of all counted targets; make it once, it compiles."""
+
+    def nats(leaves: Leaves, tokens: Array, counted: Array) -> Array:
+        return (token_losses(network.merge(leaves), tokens) * counted.astype(jnp.float32)).sum()
+
+    return jax.jit(nats)
+
+
+def bits_per_byte(meter: Meter, leaves: Leaves, windows: Windows, batch: int) -> float:
+    """How many bits each byte of the windows costs the model; `batch` windows are measured at a time."""
+    total = 0.0
+    for start in range(0, len(windows.tokens), batch):
+        rows = slice(start, start + batch)
+        tokens, counted = _padded(windows.tokens[rows], batch), _padded(windows.counted[rows], batch)
+        total += float(meter(leaves, tokens, counted))
+    return total / math.log(2) / windows.text_bytes
+
+
+def _padded(rows: np.ndarray, batch: int) -> np.ndarray:
+    """The rows with zero rows behind them, so that the last batch has the shape of the others."""
+    return np.concatenate([rows, np.zeros((batch - len(rows), *rows.shape[1:]), rows.dtype)])
+
+
+# A training run's settings: one TOML file, read into frozen dataclasses; unknown and missing keys are named
+# errors.
+
+Table = TypeVar("Table")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """Where a run keeps its files, and how often it reports and saves (all in steps)."""
+
+    out_dir: str
+    export_dir: str
+    seed: int
+    save_every: int
+    log_every: int
+    eval_every: int
+    eval_windows: int  # held-out windows of 512 tokens in the check-ups on the way; the last figure uses every file
+    lesson_share: float  # share of the documented functions told a second time as a chat
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    run: RunSettings
+    model: ModelConfig
+    optimiser: OptimiserSettings
+    phases: tuple[Phase, ...]
+    teacher: TeacherSettings | None = None  # that the model learns from in place of the corpus
+
+
+def read_settings(path: Path) -> TrainSettings:
+    """Raises `ConfigError` for a file that cannot be read, `FlagError` for keys that are unknown or missing."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+    unknown = sorted(tables.keys() - {"run", "model", "optimiser", "phase", "teacher"})
+    if unknown:
+        raise FlagError(f"unknown table {unknown[0]} in {path}; there are run, model, optimiser, phase and teacher")
+    phases = tuple(read_table(Phase, "phase", phase) for phase in tables.get("phase", []))
+    if not phases:
+        raise FlagError(f"{path} has no [[phase]]: nothing to train")
+    return TrainSettings(
+        read_table(RunSettings, "run", tables.get("run", {})),
+        read_table(ModelConfig, "model", {"family": "llama", **tables.get("model", {})}),
+        read_table(OptimiserSettings, "optimiser", tables.get("optimiser", {})),
+        phases,
+        _teacher(tables["teacher"]) if "teacher" in tables else None,
+    )
+
+
+def _teacher(given: dict[str, Any]) -> TeacherSettings:
+    found = read_table(TeacherSettings, "teacher", given)
+    return replace(found, temperatures=tuple(found.temperatures))
+
+
+def override(settings: TrainSettings, **given: Any) -> TrainSettings:
+    """The settings with those run fields replaced whose given value is not None."""
+    return replace(settings, run=replace(settings.run, **{k: v for k, v in given.items() if v is not None}))
+
+
+def read_table(kind: type[Table], name: str, given: dict[str, Any]) -> Table:
+    """Raises FlagError for keys that are unknown or missing."""
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(given.keys() - known.keys())
+    if unknown:
+        raise FlagError(f"unknown key {name}.{unknown[0]}; known are {', '.join(known)}")
+    needed = {key for key, field in known.items() if field.default is MISSING}
+    missing = sorted(needed - given.keys())
+    if missing:
+        raise FlagError(f"missing key {name}.{missing[0]}")
+    return kind(**given)
+
+
+# Writes a trained model as a Hugging Face folder in bf16, tokenizer, chat template and sampling defaults
+# included.
+
+
+def export(folder: Path, model: Stage, tokenizer: Tokenizer) -> None:
+    """Writes a whole (tp = 1) model into `folder`. Raises UnsupportedModel where config.json could not say it."""
+    config = model_config_json(model.config, tokenizer)
+    if parse_config(config) != model.config:
+        raise UnsupportedModel(f"a {model.config.family} checkpoint cannot say all of {model.config}")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_hf(folder, ((name, tensor.astype(ml_dtypes.bfloat16)) for name, tensor in checkpoint_tensors(model)))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "config.json", config)
+    write_json(folder / "tokenizer_config.json", tokenizer_config(model.config, tokenizer))
+    write_json(folder / "generation_config.json", generation_config(tokenizer))
+
+
+def rounded(leaves: Leaves) -> Leaves:
+    """The leaves as a reader of the exported folder gets them: through bf16 and back."""
+    return [leaf.astype(jnp.bfloat16).astype(leaf.dtype) for leaf in leaves]
+
+
+def model_config_json(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    pad = tokenizer.token_to_id(PAD)
+    return config_json(config, "bfloat16", bos_token_id=end_of_text, eos_token_id=end_of_text, pad_token_id=pad)
+
+
+def tokenizer_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": PAD,
+        "additional_special_tokens": [CHAT_START, CHAT_END],
+        "added_tokens_decoder": {
+            str(tokenizer.token_to_id(text)): {"content": text, **flags} for text in SPECIALS
+        },
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.max_position,
+        "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
+
+
+def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    return {
+        "bos_token_id": end_of_text,
+        "eos_token_id": [end_of_text, tokenizer.token_to_id(CHAT_END)],
+        "pad_token_id": tokenizer.token_to_id(PAD),
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.95,
+    }
+
+
+# Completions by the plainest loop there is: a full forward for every token. To look at, not to serve.
+
+PROMPTS = (
+    "def fibonacci(n):",
+    "class Stack:\n    def __init__(self",
+    "import os\n\ndef ",
+    f"{CHAT_START}user\nWrite the function is_prime: Return True if n is a prime number.{CHAT_END}\n"
+    f"{CHAT_START}assistant\n",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes on from prompts of up to `room` tokens, completion included; compiled once."""
+
+    network: Network
+    leaves: Leaves
+    tokenizer: Tokenizer
+    room: int
+    next_token: Callable[[Leaves, Array, int, float, Array], Array]
+
+    def complete(self, prompt: str, new_tokens: int, temperature: float, seed: int) -> str:
+        """What the model writes behind `prompt`, up to its end; temperature 0 takes the likeliest token each time."""
+        ids = self.tokenizer.encode(prompt).ids
+        ends = {self.tokenizer.token_to_id(END_OF_TEXT), self.tokenizer.token_to_id(CHAT_END)}
+        buffer = jnp.zeros((1, self.room), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids))
+        written: list[int] = []
+        for position in range(len(ids), min(self.room, len(ids) + new_tokens)):
+            token = int(self.next_token(self.leaves, buffer, position - 1, temperature, jax.random.key(seed)))
+            if token in ends:
+                break
+            written.append(token)
+            buffer = buffer.at[0, position].set(token)
+        return self.tokenizer.decode(written, skip_special_tokens=False)
+
+
+def new_writer(network: Network, leaves: Leaves, tokenizer: Tokenizer, room: int) -> Writer:
+    @jax.jit
+    def next_token(leaves: Leaves, buffer: Array, last: int, temperature: float, key: Array) -> Array:
+        logits = forward(network.merge(leaves), buffer)[0, last]
+        drawn = jax.random.categorical(jax.random.fold_in(key, last), logits / jnp.maximum(temperature, 1e-6))
+        return jnp.where(temperature == 0, jnp.argmax(logits), drawn)
+
+    return Writer(network, leaves, tokenizer, room, next_token)
+
+
+def sample_page(writer: Writer) -> str:
+    """Every prompt completed greedily and at temperature 0.6, as text to read."""
+    parts = []
+    for prompt in PROMPTS:
+        for temperature in (0.0, 0.6):
+            text = writer.complete(prompt, writer.room, temperature, seed=0)
+            parts.append(f"----- temperature {temperature} -----\n{prompt}{text}\n")
+    return "\n".join(parts)
+
+
+# What a run says while it works: a bar on a terminal, plain lines elsewhere, and a JSON line a report for the
+# plot.
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The state after `step` steps. `held_out` is bits per byte where it was measured."""
+
+    step: int
+    tokens: int
+    loss: float  # nats a token, mean over the steps since the last report
+    gradient_norm: float
+    tokens_per_s: float
+    held_out: float | None = None
+
+    def line(self) -> str:
+        held_out = "" if self.held_out is None else f"  held-out {self.held_out:.3f} bits/byte"
+        return f"loss {self.loss:.3f}  norm {self.gradient_norm:.2f}  {self.tokens_per_s:,.0f} tokens/s{held_out}"
+
+
+class ProgressLog:
+    """Keeps `log.jsonl`; lines behind `resumed_at` belong to work that was lost and is done again."""
+
+    def __init__(self, path: Path, total_steps: int, resumed_at: int) -> None:
+        self.reports = [report for report in read_reports(path) if report.step <= resumed_at]
+        path.write_text("".join(json.dumps(asdict(report)) + "\n" for report in self.reports))
+        self._path, self._total = path, total_steps
+        self._console = Console()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
+        self._task = self._bar.add_task("training", total=total_steps, completed=resumed_at)
+        if self._console.is_terminal:
+            self._bar.start()
+
+    def advance(self, step: int) -> None:
+        self._bar.update(self._task, completed=step)
+
+    def add(self, report: Report) -> None:
+        self.reports.append(report)
+        with self._path.open("a") as file:
+            file.write(json.dumps(asdict(report)) + "\n")
+        if self._console.is_terminal:
+            self._bar.update(self._task, description=report.line())
+        else:
+            print(f"step {report.step}/{self._total}  {report.line()}", flush=True)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def read_reports(path: Path) -> list[Report]:
+    """Every report of a run so far, none if it has not begun."""
+    return [Report(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# Orbax checkpoints of a run: weights and optimiser state as flat lists, the newest two kept.
+
+KEPT = 2
+
+
+class Checkpoints:
+    def __init__(self, folder: Path) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True, enable_async_checkpointing=False)
+        self._store = ocp.CheckpointManager(folder.resolve(), options=options)
+
+    def save(self, step: int, leaves: Leaves, state: optax.OptState) -> None:
+        """Writes what the run needs to go on after `step` steps."""
+        tree = {"leaves": leaves, "optimiser": jax.tree.leaves(state)}
+        self._store.save(step, args=ocp.args.StandardSave(tree), force=True)
+        self._store.wait_until_finished()
+
+    def latest_step(self) -> int | None:
+        return self._store.latest_step()
+
+    def restore(self, step: int, leaves: Leaves, state: optax.OptState) -> tuple[Leaves, optax.OptState]:
+        """Reads `step` into the shapes of `leaves` and `state`, whose values are not used."""
+        parts, tree = jax.tree.flatten(state)
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"leaves": leaves, "optimiser": parts})
+        read = self._store.restore(step, args=ocp.args.StandardRestore(shapes))
+        return list(read["leaves"]), jax.tree.unflatten(tree, read["optimiser"])
+
+    def close(self) -> None:
+        self._store.close()
+
 
 CHECK_LENGTH, CHECK_BATCH = 512, 4
 
@@ -118,3 +495,65 @@ def one_step(run: Run) -> tuple[float, float]:
     run.leaves, run.state, loss, norm = run.train_step(run.leaves, run.state, jax.numpy.asarray(tokens))
     run.step += 1
     return float(loss), float(norm)
+
+
+# What a run leaves behind: the exported folder, its held-out figure, the loss plot and a page of samples.
+
+SAMPLE_TOKENS = 160
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`training.json`, beside the exported weights: how they came to be and how good they are."""
+
+    date: str
+    steps: int
+    tokens: int
+    parameters: int
+    held_out_bits_per_byte: float  # of the exported bf16 weights, over every held-out file
+    held_out_files: int
+    held_out_bytes: int
+    training_files: int
+    training_bytes: int
+    training_tokens: int  # length of one epoch, chat lessons included
+    last_training_loss: float  # nats a token
+    python_version: str
+
+
+def finish(run: Run, corpus: Corpus, reports: list[Report]) -> Summary:
+    """Exports the run as it stands and writes plot and samples into its folder."""
+    leaves = rounded(run.leaves)
+    windows = cut_windows(corpus.held_out, run.tokenizer, run.settings.model.max_position)
+    summary = Summary(
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        steps=run.step,
+        tokens=tokens_before(run.settings.phases, run.step),
+        parameters=sum(leaf.size for leaf in leaves),
+        held_out_bits_per_byte=round(bits_per_byte(run.meter, leaves, windows, batch=1), 4),
+        held_out_files=len(corpus.held_out),
+        held_out_bytes=windows.text_bytes,
+        training_files=len(corpus.training),
+        training_bytes=sum(len(document.text.encode()) for document in corpus.training),
+        training_tokens=len(run.stream),
+        last_training_loss=round(reports[-1].loss, 4),
+        python_version=platform.python_version(),
+    )
+    folder = Path(run.settings.run.export_dir)
+    export(folder, run.network.merge(leaves), run.tokenizer)
+    (folder / "training.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+    _plot(reports, Path(run.settings.run.out_dir) / "loss.png")
+    samples = sample_page(new_writer(run.network, leaves, run.tokenizer, room=SAMPLE_TOKENS))
+    (Path(run.settings.run.out_dir) / "samples.txt").write_text(samples, encoding="utf-8")
+    return summary
+
+
+def _plot(reports: list[Report], path: Path) -> None:
+    """A line in its place where what draws it is not installed: the run is worth more than its picture."""
+    try:
+        plot = importlib.import_module("jdisagg.training.plot")
+    except ModuleNotFoundError as error:
+        log.warning("no %s: it needs %s: pip install 'jdisagg[train]'", path, error.name)
+    else:
+        plot.plot_losses(reports, path)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.checkpoint import open_source, read_sharing_vocabulary
-from jdisagg.model.latents import LatentQueries
+from jdisagg.model.latent_attention import LatentQueries
 from jdisagg.model.network import Attend, attending
 from jdisagg.model.params import AXIS, StageSpec, load_stage
 from jdisagg.training.step import Leaves, Network, TrainStep, logits_of, new_network, updated

@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.compression import Quality, table, texts_of
 from jdisagg.core.settings import Settings
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.deployment import EMBEDDED_MODEL, TYPICAL_ERROR, compression_warnings
+from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL, TYPICAL_ERROR, compression_warnings
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = json.loads((ROOT / "benchmarks/results/compression.json").read_text())

@@ -6,7 +6,7 @@ import time
 from benchmarks.exploding import exploding, percentile
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.grammars.grammars import Whitespace, open_grammars
-from jdisagg.serve.deployment import EMBEDDED_MODEL
+from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL
 
 
 def test_each_schema_is_refused_and_another_one():

@@ -12,8 +12,8 @@ import jdisagg
 from benchmarks.asked import CHAT, COMPLETIONS, PERSON, Asked, asked, wrong_of
 from benchmarks.asked_elsewhere import EMBEDDINGS, MESSAGES, RESPONSES, SCORE, Items, Vectors, asked_elsewhere
 from benchmarks.features import Book, drive, left_held
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
 from tests.serve.live_http import serving
 
 VECTORS_TOO = FrontSettings(embeddings="mean")

@@ -11,7 +11,7 @@ from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import check_tensors
 from jdisagg.model.sources import HFSource
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.training.tokenizer import make_tokenizer
+from jdisagg.training.data import make_tokenizer
 
 TINY = ModelConfig("llama", 300, 16, 32, 2, 4, 2, 4, max_position=64, tie_embeddings=True)
 

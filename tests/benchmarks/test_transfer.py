@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.transfer import Cell, SlowShipment, compared, medians, shares, tally, verdict
 from jdisagg.engine.mesh_executor import MeshShipment
-from jdisagg.kv.transport.link import Link
+from jdisagg.kv.transport.config import Link
 
 CELL = Cell(
     gbit_per_s=1.0,

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import yaml
 
-from jdisagg import config, flags, job_files, launch, plan
-from jdisagg.cluster.gke_tpu import SLICES, slice_of
+from jdisagg import flags, launch
 from jdisagg.cluster.job import PLACED, Part, job_of
+from jdisagg.cluster.kubernetes import METRIC, SLICES, slice_of
 from jdisagg.cluster.membership import GroupPlace, resolve
-from jdisagg.cluster.scalers import METRIC
+from jdisagg.commands import plan
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.labels import JOBS, VARIABLES, here
 from jdisagg.serve.cluster.leadership import pair_of
 from jdisagg.serve.cluster.processes import roles_of
+from jdisagg.serve.frontends.http.app import create_app
 from jdisagg.serve.group.world import devices_each
-from jdisagg.serve.http.app import create_app
+from jdisagg.terminal import JOBS, VARIABLES, here
 from tests.cluster.manifests import COMPOSE, by_schema, faults, pods
 from tests.serve.scripted import ScriptedService
 
@@ -36,8 +36,8 @@ WIDE = Settings(mesh="prefill:3xtp8,decode:2xpp4tp8", model="/models/big", drain
 
 
 @cache
-def made(settings: Settings = WIDE, kinds: tuple[str, ...] = job_files.KINDS, tpu: str = "v5p") -> dict[str, str]:
-    return job_files.files(job_files.JobValues(settings, "big", "big:1", 8, tpu, "Made by a test"), kinds)
+def made(settings: Settings = WIDE, kinds: tuple[str, ...] = plan.KINDS, tpu: str = "v5p") -> dict[str, str]:
+    return plan.files(plan.JobValues(settings, "big", "big:1", 8, tpu, "Made by a test"), kinds)
 
 
 def documents(files: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -51,7 +51,7 @@ def settings_of(words: list[str]) -> Settings:
     assert words[1:3] == ["-m", "jdisagg.launch"]
     values = launch.declare()
     flags.read(values, [word.replace("$(POD_IP)", "192.0.2.1") for word in words[2:]])
-    settings = config.settings_of(values)
+    settings = flags.settings_of(values)
     roles_of(settings)
     return settings
 
@@ -73,12 +73,12 @@ def containers(files: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 def test_the_committed_files_are_what_the_plan_makes(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    kinds = ",".join(job_files.KINDS)
+    kinds = ",".join(plan.KINDS)
     assert plan.main(["plan", f"--emit={kinds}", "--config=configs/pod_70b.toml", f"--job_folder={tmp_path}"]) == 0
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert len(names) == 11
     stale = [name for name in names if (tmp_path / name).read_text() != (ROOT / "launch" / name).read_text()]
-    assert not stale, "python -m jdisagg.plan --emit=slurm,k8s,gke_tpu,compose --config=configs/pod_70b.toml"
+    assert not stale, "python -m jdisagg plan --emit=slurm,k8s,gke_tpu,compose --config=configs/pod_70b.toml"
     kept = {
         str(path.relative_to(ROOT / "launch"))
         for kind in ("k8s", "gke_tpu")
@@ -164,12 +164,12 @@ def test_services_point_at_ports_and_labels_that_the_router_has():
     assert asked == {f"big-router:{named['control']}"} and "big-router" in services
 
 
-FRONTED = job_files.JobValues(WIDE, "big", "big:1", 8, "v5p", "Made by a test", routers=2, fronts=3)
+FRONTED = plan.JobValues(WIDE, "big", "big:1", 8, "v5p", "Made by a test", routers=2, fronts=3)
 
 
 @pytest.mark.parametrize("kind", ["k8s", "gke_tpu"])
 def test_two_routers_and_their_fronts_find_each_other_and_clients_find_the_fronts(kind: str):
-    files = job_files.files(FRONTED, (kind,))
+    files = plan.files(FRONTED, (kind,))
     assert not [fault for _, each in documents(files) for fault in faults(each)]
     found = [each for name, each in documents(files) if name == f"{kind}/router.yaml"]
     deployments = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "Deployment"}
@@ -204,7 +204,7 @@ def test_two_routers_and_their_fronts_find_each_other_and_clients_find_the_front
 )
 def test_routers_and_fronts_that_cannot_be_are_refused_in_one_line(routers: int, fronts: int, kind: str, says: str):
     with pytest.raises(ConfigError, match=says):
-        job_files.files(replace(FRONTED, routers=routers, fronts=fronts), (kind,))
+        plan.files(replace(FRONTED, routers=routers, fronts=fronts), (kind,))
 
 
 def test_a_worker_is_asked_for_its_health_at_the_port_where_it_answers():

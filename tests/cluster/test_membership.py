@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jdisagg.cluster.hostlist import expand
 from jdisagg.cluster.membership import STEP_PORTS, GroupPlace, resolve, step_port
+from jdisagg.cluster.slurm import expand
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 

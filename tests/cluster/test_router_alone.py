@@ -5,7 +5,7 @@ import pytest
 from jdisagg import launch
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deploy.deployment import resolve_deployment
 from tests.cluster.test_job_files import ROOT
 
 LARGE = Settings(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg import job_files
+from jdisagg.commands import plan
 from jdisagg.core.settings import Settings
 from tests.cluster.slurm import Cluster, cluster, missing
 from tests.environment import quick
@@ -94,7 +94,7 @@ def handed_in(slurm: Cluster, folder: Path, mesh: str, devices_per_host: int) ->
         control_port=free_port(),
         queue_timeout_s=200,
     )
-    made = job_files.files(job_files.JobValues(settings, "small", "", devices_per_host, "v5p", "By a test"), ["slurm"])
+    made = plan.files(plan.JobValues(settings, "small", "", devices_per_host, "v5p", "By a test"), ["slurm"])
     script, secret = folder / "slurm.sbatch", folder / "secret"
     script.write_text(made["slurm.sbatch"])
     told = {"JDISAGG_PYTHON": sys.executable, "JDISAGG_SECRET_FILE": str(secret), "JDISAGG_RESTART_S": "1"}
@@ -145,7 +145,7 @@ def ended(job: Job) -> str:
 
 def test_a_mistake_in_the_settings_ends_the_job_and_is_not_tried_again(slurm: Cluster, tmp_path: Path):
     settings = Settings(model="/nowhere/model", mesh="prefill:tp1,decode:tp1", platform="cpu", control_port=free_port())
-    made = job_files.files(job_files.JobValues(settings, "wrong", "", 8, "v5p", "Made by a test"), ["slurm"])
+    made = plan.files(plan.JobValues(settings, "wrong", "", 8, "v5p", "Made by a test"), ["slurm"])
     script, log = tmp_path / "slurm.sbatch", tmp_path / "job.txt"
     script.write_text(made["slurm.sbatch"])
     told = {"JDISAGG_PYTHON": sys.executable, "JDISAGG_SECRET_FILE": str(tmp_path / "secret"), "PYTHONPATH": str(ROOT)}

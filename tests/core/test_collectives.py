@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jdisagg.core.collectives import KINDS, Collective, Sent, counted, sent_by
+from jdisagg.core.hardware import KINDS, Collective, Sent, Shard, Target, Work, counted, ring_tick, sent_by
+from jdisagg.core.layout.stages import ring_cut
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.roofline import Shard, Work, ring_tick
-from jdisagg.core.stages import ring_cut
-from jdisagg.core.targets import Target
 
 MODEL = ModelConfig("llama", 1000, 64, 128, 5, 4, 2, 16, 512)
 

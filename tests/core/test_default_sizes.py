@@ -23,10 +23,10 @@ from jdisagg.core.default_sizes import (
     page_size,
     step_tokens,
 )
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.targets import CHIPS, chip_called
+from jdisagg.core.hardware import CHIPS, chip_called
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.worker_config import Role
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import model_of
 
 LLAMA = model_of("llama3-8b")
 EXPERTS = model_of("deepseek-v3")

@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-from jdisagg.core.group_shards import holders_of, of_one_process, senders, shards_held
-from jdisagg.core.reshard import plan_heads
+from jdisagg.core.layout.reshard import holders_of, of_one_process, plan_heads, senders, shards_held
 
 
 def test_layer_groups_that_share_a_mesh_are_cut_alike_and_stages_follow_each_other() -> None:

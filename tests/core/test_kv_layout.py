@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdisagg.core.kv_layout import DTYPE_BYTES, KVLayout
+from jdisagg.core.layout.kv_layout import DTYPE_BYTES, KVLayout
 from jdisagg.core.model_config import Latent, ModelConfig
 
 

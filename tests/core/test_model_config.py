@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.experts import Experts
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.model_config import Experts, ModelConfig
 from jdisagg.sim.arithmetic import MODELS
 
 LLAMA_3_70B = ModelConfig("llama", 128256, 8192, 28672, 80, 64, 8, 128, 8192)

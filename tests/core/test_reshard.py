@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdisagg.core.reshard import (
+from jdisagg.core.layout.reshard import (
     MOVE_PAGES,
     TRANSFER_BUCKETS,
+    BrokenPlan,
     HeadPlan,
     HeadSlice,
     PageGroup,
@@ -24,9 +25,9 @@ from jdisagg.core.reshard import (
     plan_moves,
     plan_reshard,
     plan_transfer,
+    prove,
 )
-from jdisagg.core.reshard_proof import BrokenPlan, prove
-from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
+from jdisagg.core.layout.tensor_cut import heads_per_shard, kv_heads_of_shard
 
 TPS = range(1, 9)
 

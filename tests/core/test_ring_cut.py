@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import MeshError
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.stages import ring_cut
+from jdisagg.core.layout.stages import ring_cut
+from jdisagg.core.model_config import Experts, ModelConfig
 
 MODEL = ModelConfig("llama", 97, 32, 64, num_layers=12, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
 EXPERTS = Experts(4, 2, 16, dense_layers=(0,))

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.collectives import Collective
-from jdisagg.core.roofline import Work
+from jdisagg.core.hardware import Collective, Work
 from jdisagg.core.schedule import End, Start, Turns, Waited, waited
 
 SECOND = Work(flops=1.0)

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.core.errors import MeshError
+from jdisagg.core.layout.stages import head_cost, split_layers, split_prefill
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.stages import head_cost, split_layers, split_prefill
 
 
 def model(num_layers: int, vocab_size: int = 4096) -> ModelConfig:

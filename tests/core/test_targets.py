@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import MeshError
+from jdisagg.core.hardware import CHIPS, Shard, Target, Work
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.roofline import Shard, Work
-from jdisagg.core.targets import CHIPS, Target
 
 LLAMA_3_70B = ModelConfig("llama", 128256, 8192, 28672, 80, 64, 8, 128, 8192)
 STAGES = (range(0, 21), range(21, 41), range(41, 61), range(61, 80))

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.tensor_cut import Channels, KVHeads, QueryHeads, heads_per_shard, kv_heads_of_shard, replicas_of
+from jdisagg.core.layout.tensor_cut import (
+    Channels,
+    KVHeads,
+    QueryHeads,
+    heads_per_shard,
+    kv_heads_of_shard,
+    replicas_of,
+)
 
 kv_heads, tps, groups = st.integers(1, 16), st.integers(1, 40), st.integers(1, 9)
 

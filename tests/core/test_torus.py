@@ -2,8 +2,7 @@
 
 import pytest
 
-from jdisagg.core.targets import Target
-from jdisagg.core.torus import Joined, joined
+from jdisagg.core.hardware import Joined, Target, joined
 
 
 def box(*sides: range) -> list[tuple[int, ...]]:

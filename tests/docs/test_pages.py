@@ -20,7 +20,7 @@ from tests.environment import as_users
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PATHS = re.compile(r"`((?:jdisagg|pallas_kernels|launch|configs|tests|benchmarks|docs)/[\w./]*)`")
 OURS = [(page, command) for page in pages() for command in commands(page.read_text(encoding="utf-8"))]
-RUNNABLE = {"jdisagg.calc", "jdisagg.plan", "tests.explore"}
+RUNNABLE = {"jdisagg calc", "jdisagg plan", "tests.explore"}
 PRIVATE = ("/work/", "issue 12", "brief")
 
 
@@ -74,7 +74,7 @@ def told(each: Path | list[str]) -> str:
 
 def flags_of(module: str) -> flags.FlagValues:
     """Of a command's module. Raises AttributeError for one that declares none."""
-    if module in ("jdisagg", "jdisagg.sim") or module.startswith("jdisagg."):
+    if module in ("jdisagg", "jdisagg sim") or module.startswith("jdisagg."):
         return declared(module.partition(".")[2])
     return importlib.import_module(module).FLAGS
 
@@ -103,7 +103,7 @@ def test_what_can_run_runs(page: Path, command: list[str], tmp_path: Path):
     words = [word.replace("FILE", str(trace)) for word in command[3:] if not word.startswith("--output")]
     if any(word.startswith("--emit") for word in words):
         words = [word.replace("plan.toml", "configs/pod_70b.toml") for word in words] + [f"--job_folder={tmp_path}"]
-    elif command[2] == "jdisagg.plan":
+    elif command[2] == "jdisagg plan":
         words = [*(word for word in words if "--devices" not in word), "--devices=2", "--quick", "--rate=2"]
         words = [word.replace("llama3-70b", "llama3-8b") for word in [*words, "--nosensitivity"]]
     if command[2] == "tests.explore":

@@ -35,7 +35,7 @@ import contextlib, importlib, io, sys
 without, names = %s
 sys.modules.update(dict.fromkeys(without))
 for name in names:
-    module = importlib.import_module("jdisagg.sim.__main__" if name == "sim" else f"jdisagg.{name}")
+    module = importlib.import_module("jdisagg.commands.sim" if name == "sim" else f"jdisagg.{name}")
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert module.main([name, "--help"]) == 0, name
     assert "--config" in said.getvalue(), name

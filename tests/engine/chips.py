@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.experts import Experts
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.model_config import Latent, ModelConfig
+from jdisagg.core.hardware import Target
+from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.model_config import AS_MADE, Experts, Latent, ModelConfig, WeightFormat
 from jdisagg.core.request import WorkerId
-from jdisagg.core.targets import Target
-from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.compile_check import Checked, check, memory_of
 from jdisagg.engine.declaration import DeclaredProgram

@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdisagg.core.events import StepDone
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.layout.stages import ring_cut
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, WorkerId
-from jdisagg.core.stages import ring_cut
 from jdisagg.core.steps import Admission, History, KVTransfer, PrefillChunk, StepPlan, last_layer
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.engine.draft_layers import DraftModel

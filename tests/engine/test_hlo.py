@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jdisagg.core.collectives import Collective, counted
+from jdisagg.core.hardware import Collective, counted
 from jdisagg.engine.hlo import read_collectives
 from jdisagg.engine.hlo_text import parsed
 

@@ -16,7 +16,7 @@ from jdisagg.engine.latent_prefill import (
     most_pages,
     prefill_latents,
 )
-from jdisagg.model.latents import LatentQueries
+from jdisagg.model.latent_attention import LatentQueries
 
 RANK, ROTATED, NOPE, VALUE, HEADS, PAGE = 32, 8, 12, 10, 4, 16
 OPTIONS = AttentionOptions(0.3, None, None, RANK)

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.layout.reshard import StageShape
+from jdisagg.core.model_config import Experts, ModelConfig
 from jdisagg.core.request import Attempt, RequestId, WorkerId
-from jdisagg.core.reshard import StageShape
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import Role
 from jdisagg.engine import looped_layers

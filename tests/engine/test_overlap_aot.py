@@ -5,9 +5,8 @@ By the schedule that the compiler wrote, with products and links at the rates th
 
 import pytest
 
-from jdisagg.core.roofline import Work
+from jdisagg.core.hardware import Joined, Work
 from jdisagg.core.schedule import waited
-from jdisagg.core.torus import Joined
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.compile_check import Checked
 from jdisagg.sim.expected import multiplying, sending, start_s

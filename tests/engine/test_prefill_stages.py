@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.core.stages import split_prefill
+from jdisagg.core.layout.stages import split_prefill
 from jdisagg.core.worker_config import Role, TransferMode
 from jdisagg.engine.mesh_executor import MeshExecutor
 from tests.engine.stacks import (

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
@@ -24,7 +24,7 @@ from jdisagg.model.sources import RandomSource
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.local import LocalService
+from jdisagg.serve.driver.local_service import LocalService
 from tests.engine.evens import Evens
 from tests.engine.stacks import CONFIG, GREEDY, HALVES
 from tests.serve.scripted import FIXTURE
@@ -213,7 +213,7 @@ def test_a_table_counts_the_padding_that_its_pages_and_weights_hold():
     ],
 )
 def test_a_table_of_shapes_declares_what_a_machine_declares(role: Role, sizes: dict[str, Any]):
-    """What `jdisagg.aot` compiles for a chip is what a worker there would warm, placements included."""
+    """What `jdisagg aot` compiles for a chip is what a worker there would warm, placements included."""
     machine = cold(role, 2, **sizes)
     table = abstract_table(machine.config, MODEL, machine.table.layout, HALVES, jax.devices()[:2], machine.table.dtype)
     there = abstract_table(machine.config, MODEL, table.layout, HALVES, jax.devices()[4:6], table.dtype)

@@ -7,10 +7,9 @@ from functools import cache
 import jax
 import pytest
 
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.layout.stages import ring_cut, split_layers
+from jdisagg.core.model_config import Experts, ModelConfig
 from jdisagg.core.request import SamplingParams
-from jdisagg.core.stages import ring_cut, split_layers
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.hf_config import read_config

@@ -7,9 +7,9 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.hardware import Target
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.request import WorkerId
-from jdisagg.core.targets import Target
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.compile_check import memory_of
 from jdisagg.engine.ring_declarations import RingTable, abstract_ring_table, ticks

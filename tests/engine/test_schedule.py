@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jdisagg.core.collectives import Collective
-from jdisagg.core.roofline import Work
+from jdisagg.core.hardware import Collective, Work
 from jdisagg.core.schedule import End, Start, Turns
 from jdisagg.engine.hlo import read_collectives
 from jdisagg.engine.hlo_text import parsed

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.core.experts import Experts
+from jdisagg.core.model_config import Experts
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.drafting import DraftingDecoder

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.core.reshard import plan_transfer
-from jdisagg.core.reshard_proof import prove
-from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
+from jdisagg.core.layout.reshard import plan_transfer, prove
+from jdisagg.core.layout.tensor_cut import heads_per_shard, kv_heads_of_shard
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.pools import PagesOfStage

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdisagg.core.weight_format import WeightFormat
+from jdisagg.core.model_config import WeightFormat
 from jdisagg.core.worker_config import Role
 from tests.engine.chips import checked_kinds, few_layers
 

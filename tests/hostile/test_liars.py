@@ -42,7 +42,7 @@ from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.link import Heartbeat, Link
 from jdisagg.serve.cluster.nodes import WorkerNode
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, records
-from jdisagg.serve.driver import LiveDriver
+from jdisagg.serve.driver.driver import LiveDriver
 from tests.serve.cluster.test_control_link import KIND, SECRET
 from tests.serve.cluster.test_router_node import RouterFixture, worker
 from tests.serve.live_http import eventually

@@ -11,8 +11,8 @@ import grpc
 import httpx
 import pytest
 
-from jdisagg.serve.grpc.jetstream_pb2 import DecodeRequest
-from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorStub
+from jdisagg.serve.frontends.grpc.jetstream_pb2 import DecodeRequest
+from jdisagg.serve.frontends.grpc.jetstream_pb2_grpc import OrchestratorStub
 from tests.hostile.bystander import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jdisagg.kv.error_monitor import ErrorMonitor
+from jdisagg.kv.shipping import ErrorMonitor
 
 FIRST, SECOND = range(0, 2), range(2, 4)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.worker_config import Digests
-from jdisagg.kv.packing import are_intact, fold_shard, insert_shard, pack_shard, recut
+from jdisagg.kv.shipping import are_intact, fold_shard, insert_shard, pack_shard, recut
 from pallas_kernels import PackedPages, QuantizedPages, dequantize, quantize_pages
 
 LAYERS, PAGES, HEADS, SIZE, D = 2, 12, 4, 16, 8

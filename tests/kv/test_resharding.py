@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.reshard import plan_transfer
-from jdisagg.core.reshard_proof import prove
+from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.layout.reshard import plan_transfer, prove
 from jdisagg.core.worker_config import Digests
-from jdisagg.kv.error_monitor import ErrorMonitor
 from jdisagg.kv.pools import StagePages
-from jdisagg.kv.shipping import TransferPrograms, check_landed, insert_landed, shapes_of, ship_pages
+from jdisagg.kv.shipping import ErrorMonitor, TransferPrograms, check_landed, insert_landed, shapes_of, ship_pages
 from jdisagg.parallel.submesh import Submesh
 from tests.kv.test_shipping import fill, held_by
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.tensor_cut import heads_per_shard, kv_heads_of_shard
+from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.layout.tensor_cut import heads_per_shard, kv_heads_of_shard
 from jdisagg.core.worker_config import Digests
 from jdisagg.kv.pools import POOL_SPEC, StagePages
 from jdisagg.kv.shipping import TransferPrograms, check_landed, insert_landed, ship_pages

@@ -21,8 +21,8 @@ from docs.generate import dashboard
 from docs.generate.alerts_table import RULES, rules
 from jdisagg.policy.autoscaler import Scaling
 from jdisagg.policy.role_scaler import RoleScaler
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
 from tests.ports import free_port
 from tests.serve.live_http import eventually, serving
 from tests.serve.live_toy import toy_stack

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.model.head import scored
+from jdisagg.model.network import scored
 from jdisagg.model.products import STORED, MatrixForm, product, quantized
 from pallas_kernels import grouped_product
 

@@ -11,9 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import CheckpointError
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.adapters import AdapterWeights, identified, read_adapter
+from jdisagg.core.model_config import Experts, ModelConfig
+from jdisagg.model.lora import AdapterWeights, identified, read_adapter
 from tests.adapter_files import write_adapter
 
 MODEL = ModelConfig("llama", 97, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)

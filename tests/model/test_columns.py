@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
-from jdisagg.model import columns
+from jdisagg.core.model_config import AS_ACTIVATIONS, Experts, ModelConfig, WeightFormat
+from jdisagg.model import network
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.sources import RandomSource
@@ -43,8 +41,8 @@ def in_blocks(stage: Stage, tokens: jax.Array) -> jax.Array:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch):
     """Models of the tests are narrower than a tile, and their sums smaller than any that is cut."""
-    monkeypatch.setattr(columns, "LANES", 1)
-    monkeypatch.setattr(columns, "SENT_BESIDE_BYTES", 0)
+    monkeypatch.setattr(network, "LANES", 1)
+    monkeypatch.setattr(network, "SENT_BESIDE_BYTES", 0)
 
 
 @pytest.mark.usefixtures("small")
@@ -84,9 +82,9 @@ def test_only_dense_layers_in_a_loop_with_whole_numbers_and_norms_before_are_cut
         stage = params.merge(params.leaves)
         assert not any(layer.cuts_columns for layer in stage.layers), "layers that are written out"
         assert [layer.cuts_columns for layer in looped(stage).layers] == [cut] * len(stage.layers)
-    assert not columns.cuts(replace(CONFIGS["biased"], experts=Experts(4, 2, 8)), 2)
-    assert not columns.cuts(CONFIGS["biased"], 1), "nothing is summed"
+    assert not network.cuts(replace(CONFIGS["biased"], experts=Experts(4, 2, 8)), 2)
+    assert not network.cuts(CONFIGS["biased"], 1), "nothing is summed"
 
 
 def test_a_block_that_is_sent_before_a_product_has_begun_is_not_made():
-    assert columns.pays(8192, 16) and not columns.pays(8192, 4)
+    assert network.pays(8192, 16) and not network.pays(8192, 4)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.core.errors import TooLong
-from jdisagg.model.content import most_bytes_a_token, new_mark
+from jdisagg.model.chat_template import most_bytes_a_token, new_mark
 from jdisagg.model.tokenizer import Tokenizer
 from tests.fixtures.conformance import ROOT
 

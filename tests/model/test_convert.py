@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jdisagg.convert import main
+from jdisagg.commands.convert import main
 from jdisagg.core.errors import CheckpointError, FlagError
-from jdisagg.model.checkpoint import open_source
+from jdisagg.model.checkpoint import OrbaxSource, open_source
 from jdisagg.model.export import checkpoint_tensors, save_hf
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.network import forward
-from jdisagg.model.orbax_source import OrbaxSource
 from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import HFSource
 from jdisagg.model.tokenizer import Tokenizer

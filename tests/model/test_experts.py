@@ -10,8 +10,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdisagg.core.experts import ROUTERS, Experts
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.model_config import ROUTERS, Experts, ModelConfig
 from jdisagg.model.experts import ALPHA, LIMIT, ExpertMLP, route
 from jdisagg.model.network import expert_mlp
 

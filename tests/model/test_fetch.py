@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.errors import NotFetched
-from jdisagg.model import fetch as fetching
-from jdisagg.model.fetch import Packed, fetch
+from jdisagg.model import files as fetching
+from jdisagg.model.files import Packed, fetch
 from tests.hostile.disks import full_after
 
 MEMBER, CONTENT = "tiny_model/tiny.gguf", os.urandom(3 << 20)

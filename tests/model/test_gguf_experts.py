@@ -13,11 +13,11 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
-from jdisagg.convert import convert
+from jdisagg.commands.convert import convert
 from jdisagg.core.errors import UnsupportedModel, WrongShape
 from jdisagg.model.checkpoint import open_source, read_model
-from jdisagg.model.gguf_file import read_gguf
-from jdisagg.model.gguf_source import GGUFSource
+from jdisagg.model.gguf.file import read_gguf
+from jdisagg.model.gguf.source import GGUFSource
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import StageSpec, check_tensors, load_stage
 from tests.fixtures.conformance import ROOT, load

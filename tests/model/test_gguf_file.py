@@ -10,8 +10,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from jdisagg.core.errors import CheckpointError, MissingTensor, UnsupportedModel, WrongDtype, WrongShape
 from jdisagg.model.checkpoint import read_model, why_no_model
-from jdisagg.model.gguf_file import read_gguf
-from jdisagg.model.gguf_source import GGUFSource
+from jdisagg.model.gguf.file import read_gguf
+from jdisagg.model.gguf.source import GGUFSource
 from jdisagg.model.params import check_tensors
 from tests.fixtures.gguf_files import QUANTISED
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from jdisagg.convert import convert
+from jdisagg.commands.convert import convert
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.checkpoint import open_source, read_defaults, read_model
-from jdisagg.model.gguf_config import READ
-from jdisagg.model.gguf_source import GGUFSource
+from jdisagg.model.gguf.config import READ
+from jdisagg.model.gguf.source import GGUFSource
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.network import forward
@@ -222,7 +222,7 @@ def test_a_slice_reads_its_own_rows_only(tmp_path, monkeypatch):
     source, seen = GGUFSource(QUANTISED["llama"].write(tmp_path / "model.gguf")), []
     dequantize = gguf.quants.dequantize
     monkeypatch.setattr(
-        "jdisagg.model.gguf_blocks.dequantize", lambda data, kind: seen.append(data.size) or dequantize(data, kind)
+        "jdisagg.model.gguf.file.dequantize", lambda data, kind: seen.append(data.size) or dequantize(data, kind)
     )
     for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"):
         seen.clear()

@@ -8,7 +8,7 @@ from tokenizers import decoders, pre_tokenizers
 
 from jdisagg.core.errors import CheckpointError, UnsupportedModel
 from jdisagg.model.checkpoint import read_defaults, read_model
-from jdisagg.model.gguf_tokenizer import PATTERNS
+from jdisagg.model.gguf.source import PATTERNS
 from jdisagg.model.tokenizer import Detokenizer, Tokenizer
 from tests.fixtures.gguf_files import CONTROL, QUANTISED, TEXTS, byte_level, expected, sentencepiece
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
-from jdisagg.model import head
-from jdisagg.model.head import blocks_of, slices
+from jdisagg.core.model_config import AS_ACTIVATIONS, WeightFormat
+from jdisagg.model import network
+from jdisagg.model.network import blocks_of, slices
 from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource
 from pallas_kernels.platforms import traced_for
@@ -30,11 +30,11 @@ def scores(weights: str) -> np.ndarray:
 
 @pytest.mark.parametrize("weights", [AS_ACTIVATIONS, "int8"])
 def test_logits_gathered_in_blocks_are_those_gathered_at_once(weights: str, monkeypatch: pytest.MonkeyPatch):
-    whole, blocks, cut = scores(weights), [], head.slices
-    monkeypatch.setattr(head, "BLOCKS", {"cpu": 3})
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
-    monkeypatch.setattr(head, "LANES", 4)
-    monkeypatch.setattr(head, "slices", lambda *asked: blocks.extend(cut(*asked)) or cut(*asked))
+    whole, blocks, cut = scores(weights), [], network.slices
+    monkeypatch.setattr(network, "BLOCKS", {"cpu": 3})
+    monkeypatch.setattr(network, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(network, "LANES", 4)
+    monkeypatch.setattr(network, "slices", lambda *asked: blocks.extend(cut(*asked)) or cut(*asked))
     # Blocks of a few outputs are padded (`products.LEAST_OUTPUTS`), the whole is not: bits are those of larger ones.
     np.testing.assert_allclose(scores(weights), whole, rtol=1e-5, atol=1e-6)
     assert len(blocks) == 3 and blocks[-1].stop == CONFIG.vocab_size // 2
@@ -46,20 +46,20 @@ def test_blocks_are_all_of_a_shards_outputs_in_order_and_begin_at_tiles(outputs:
     found = slices(outputs, blocks)
     assert (found[0].start, found[-1].stop) == (0, outputs)
     assert all(part.stop == following.start for part, following in pairwise(found))
-    assert all(part.start % head.LANES == 0 and part.stop > part.start for part in found) and len(found) <= blocks
+    assert all(part.start % network.LANES == 0 and part.stop > part.start for part in found) and len(found) <= blocks
 
 
 def test_only_accelerators_gather_large_vocabularies_in_blocks_whatever_the_rows():
     assert [blocks_of(16_032, platform) for platform in ("tpu", "gpu", "cpu", None)] == [4, 2, 1, 1]
-    assert blocks_of(head.LEAST_OUTPUTS, "tpu") == 1
+    assert blocks_of(network.LEAST_OUTPUTS, "tpu") == 1
 
 
 @pytest.mark.parametrize(("platform", "gathers"), [("tpu", 4), ("gpu", 2), ("cpu", 1)])
 def test_a_head_has_as_many_gathers_as_its_platforms_blocks(platform: str, gathers: int):
-    whole, spec = head.Vocabulary(("tp",), 2), jax.sharding.PartitionSpec()
+    whole, spec = network.Vocabulary(("tp",), 2), jax.sharding.PartitionSpec()
 
     def logits(x: jax.Array, table: jax.Array) -> jax.Array:
-        return whole.whole(x, table.shape[0], lambda x, part: head.scored(x, table[part]))
+        return whole.whole(x, table.shape[0], lambda x, part: network.scored(x, table[part]))
 
     mapped = jax.shard_map(
         logits, mesh=mesh_of(2), in_specs=(spec, jax.sharding.PartitionSpec("tp")), out_specs=spec, check_vma=False

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.model.low_rank import MISSING, NONE, LowRank, room_for
+from jdisagg.model.lora import MISSING, NONE, LowRank, room_for
 from tests.model.row_bits import COUNTS
 
 INSIDE, OUT, ROWS = 96, 160, 24

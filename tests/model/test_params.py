@@ -13,9 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jdisagg.core.errors import CheckpointError, MissingTensor, WrongShape
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.roofline import Shard
+from jdisagg.core.hardware import Shard
+from jdisagg.core.model_config import Experts, ModelConfig
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.names import Index, stage_leaves

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jdisagg.model import products
-from jdisagg.model.head import scored
+from jdisagg.model.network import scored
 from jdisagg.model.products import FEW_ROWS, MatrixForm, product
 from pallas_kernels.platforms import traced_for
 from tests.environment import as_users

@@ -11,10 +11,7 @@ import pytest
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.model.files import Fields
 from jdisagg.model.hf_config import parse_config
-from jdisagg.model.quantized.config import METHODS, quantization_of, read_quantization
-from jdisagg.model.quantized.gptq import GPTQ
-from jdisagg.model.quantized.scaled import Scaled
-from jdisagg.model.quantized.scheme import Quantization
+from jdisagg.model.quantized.config import GPTQ, METHODS, Quantization, Scaled, quantization_of, read_quantization
 from tests.fixtures.quantized_folders import CONFIG, SCHEMES, compressed
 
 CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}

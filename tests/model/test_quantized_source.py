@@ -17,17 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jdisagg import banner
-from jdisagg.convert import convert
+from jdisagg import terminal
+from jdisagg.commands.convert import convert
 from jdisagg.core.errors import CheckpointError, MissingTensor, WrongDtype, WrongShape
 from jdisagg.core.settings import Settings
-from jdisagg.model.checkpoint import open_source, read_model, storage_line
-from jdisagg.model.orbax_source import OrbaxSource
+from jdisagg.model.checkpoint import OrbaxSource, open_source, read_model, storage_line
 from jdisagg.model.params import StageSpec, check_tensors, load_stage
 from jdisagg.model.quantized.config import read_quantization
 from jdisagg.model.quantized.source import QuantizedSource
 from jdisagg.model.sources import HFSource, Source
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deploy.deployment import resolve_deployment
 from tests.fixtures.gguf_files import QUANTISED
 from tests.fixtures.quantized_folders import LAYERS, ROOT, SCHEMES, Folders, Tensors, compressed, write, write_pair
 from tests.model.sharded import mesh_of, run_stage, stage_output
@@ -336,5 +335,5 @@ def test_the_banner_has_a_line_for_quantised_weights(load_format):
         Settings(model=str(place), mesh="prefill:tp1,decode:tp1", load_format=load_format), "cpu", None
     )
     console = Console(record=True, file=io.StringIO(), width=400)
-    banner.show(console, deployment, "cpu", load_format)
+    terminal.show(console, deployment, "cpu", load_format)
     assert ("awq of 4 bits, groups of 32" in console.export_text()) == (load_format == "hf")

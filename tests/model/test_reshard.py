@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.weight_format import WeightFormat
+from jdisagg.core.model_config import Experts, ModelConfig, WeightFormat
 from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.reshard import HeldWeights
 from jdisagg.model.sources import RandomSource

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jdisagg import banner
-from jdisagg.core.model_config import ModelConfig
+from jdisagg import terminal
+from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.settings import Settings
-from jdisagg.core.weight_format import AS_MADE, WeightFormat
 from jdisagg.model.checkpoint import open_source, read_model
 from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.sources import HFSource, Source
-from jdisagg.serve.deployment import Deployment, resolve_deployment
+from jdisagg.serve.deploy.deployment import Deployment, resolve_deployment
 from tests.fixtures.quantized_folders import LAYERS, SCHEMES, Folders, Tensors, write, write_pair
 from tests.model.sharded import mesh_of, run_stage, stage_output
 
@@ -148,5 +147,5 @@ def test_what_no_product_takes_as_it_is_is_dequantised(scheme: str, platform: st
 )
 def test_the_banner_says_whether_weights_are_dequantised(scheme: str, says: str):
     console = Console(record=True, file=io.StringIO(), width=400)
-    banner.show(console, deployed(folders(scheme).stored), "cpu", "hf")
+    terminal.show(console, deployed(folders(scheme).stored), "cpu", "hf")
     assert says in console.export_text()

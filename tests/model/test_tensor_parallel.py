@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.weight_format import AS_ACTIVATIONS, WeightFormat
+from jdisagg.core.model_config import AS_ACTIVATIONS, ModelConfig, WeightFormat
 from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource
 from tests.model.sharded import mesh_of, run_stage, stage_output

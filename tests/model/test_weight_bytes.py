@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.model_config import ModelConfig, WeightFormat
 from jdisagg.core.settings import Settings
-from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.adapted_params import with_room
 from jdisagg.model.checkpoint import read_model
-from jdisagg.model.low_rank import room_for
+from jdisagg.model.lora import room_for
 from jdisagg.model.params import StageSpec, abstract_stage_params, load_stage
 from jdisagg.model.sources import RandomSource
 from jdisagg.model.weight_bytes import adapter_bytes, number_bytes, shard_bytes

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.core.experts import ROUTERS, Experts
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.weight_format import WeightFormat
+from jdisagg.core.model_config import ROUTERS, Experts, ModelConfig, WeightFormat
 from jdisagg.model.calibration import measure_loss
 from jdisagg.model.experts import ExpertMLP
 from jdisagg.model.hf_config import read_config

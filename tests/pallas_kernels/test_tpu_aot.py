@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.kv.pools import abstract_pool

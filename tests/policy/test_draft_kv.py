@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.kv_layout import KVLayout
-from jdisagg.core.targets import CHIPS, Chip
+from jdisagg.core.hardware import CHIPS, Chip
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.policy.draft_kv import LINK_BYTES_PER_S, REACHED, REPEATED, DraftPrice, price_of
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import model_of
 
 DRAFT = model_of("llama3-8b")
 PAGES = KVLayout.of(DRAFT, 16, "bfloat16")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jdisagg.core.events import KVArrived, OpenGates, Received, Send, StepDone
-from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.layout.kv_layout import NULL_PAGE
 from jdisagg.core.messages import Abort, Ack, Commit
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import Gate, KVTransfer

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from jdisagg.commands.replay import replay
 from jdisagg.core.events import WorkerLost
 from jdisagg.core.journal import Header, Journal, read_lines
 from jdisagg.core.ledger import Ledger, Mark
@@ -13,7 +14,6 @@ from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
 from jdisagg.policy.pace import FORGET_S, Figures, Pace
-from jdisagg.replay import replay
 from tests.policy.test_pair_selection import Told
 from tests.sim.cases import check_ended, request, worker
 from tests.sim.world import World

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.core.events import Received, Send, ShipKV, StepDone
-from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.layout.kv_layout import NULL_PAGE
 from jdisagg.core.messages import Reserved, StartPrefill
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import KVTransfer

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.events import ShipKV
-from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.layout.kv_layout import NULL_PAGE
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import TransferMode, WorkerConfig

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.commands.replay import replay
 from jdisagg.core.errors import IllegalTransition
 from jdisagg.core.events import ROUTER, ChangeRole, Reshape, Reshaped, RouterLost, WorkerLost, WorkerStands
 from jdisagg.core.journal import Header, Journal, read_lines
@@ -16,7 +17,6 @@ from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.tiers import MovePages, Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.role_change import TABLE, Signal, Standing, next_standing, why_not
-from jdisagg.replay import replay
 from tests.policy.bench import Bench
 from tests.policy.test_router import Talk
 from tests.sim.cases import check_outputs, definition, pair, request, run_all, sent, worker

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from jdisagg.commands.replay import replay
 from jdisagg.core.events import ROUTER, ChangeRole, Event
 from jdisagg.core.journal import Header, Journal, read_lines
 from jdisagg.core.request import Request, WorkerId
@@ -15,7 +16,6 @@ from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.autoscaler import SHARES, Load, Scaling, Standby, pressure
 from jdisagg.policy.role_scaler import RoleScaler
-from jdisagg.replay import replay
 from tests.sim.cases import check_outputs, definition, request, worker
 from tests.sim.costs import Costs
 from tests.sim.fault_injector import Faults

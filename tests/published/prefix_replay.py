@@ -23,8 +23,8 @@ from jdisagg.policy.choice import Candidate, RoutingRequest, WorkerSnapshot
 from jdisagg.policy.prefix_cache import PrefixCache
 from jdisagg.policy.routing import choose_pair
 from jdisagg.sim.cost_models import CostModel, Model, Roofline
+from jdisagg.sim.fast_forward import SimulatedSequence as Length
 from jdisagg.sim.hardware import hardware
-from jdisagg.sim.sequence import Sequence as Length
 from jdisagg.sim.traces import Trace
 from tests.published.mooncake import MOONCAKE_70B
 

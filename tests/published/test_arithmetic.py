@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.sim.arithmetic import least_reuse_bytes_per_s, model, number_bytes, pool_prices, transfer_s
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import model_of
 from tests.fixtures.published_configs import PUBLISHED
 from tests.published.gates import absolute, between, hold, hold_all, relative
 from tests.published.mooncake import MOONCAKE_70B

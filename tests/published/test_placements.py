@@ -19,9 +19,8 @@ from jdisagg.core.worker_config import Role
 from jdisagg.sim.cluster_spec import ClusterSpec, cluster_spec, published
 from jdisagg.sim.cost_models import CostModel, distserve_kv_tokens
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
-from jdisagg.sim.planner.search import Search
+from jdisagg.sim.planner.search import Effort, Search
 from jdisagg.sim.planner.space import Candidate, Space
-from jdisagg.sim.planner.trials import Effort
 from tests.published.full_files import full_file
 from tests.published.gates import hold, in_order
 from tests.published.test_distserve import LENGTHS, REQUESTS_PER_GPU, SIZES, sharegpt

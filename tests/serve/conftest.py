@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
 from tests.serve.chromium import chromium
 from tests.serve.live_http import Front, serving
 from tests.serve.live_tools import tools_front

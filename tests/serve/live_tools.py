@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.tools.choose import Parsers
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.frontends.tools.asked import Parsers
 from tests.hostile.model_folders import copy
 from tests.serve.live_http import Front, serving
 from tests.serve.scripted import ScriptedService, tokens

@@ -9,30 +9,29 @@ from dataclasses import dataclass
 from functools import partial
 
 from jdisagg.core.events import StepDone
+from jdisagg.core.layout.reshard import StageShape
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
-from jdisagg.core.reshard import StageShape
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.steps import StepPlan
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.toy import ToyExecutor
-from jdisagg.kv.tiers.dram import DramStore
+from jdisagg.kv.tiers.stores import DramStore
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.driver import Observer
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.holders import holders_of
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.local import LocalService
-from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.places import place_of
-from jdisagg.serve.records import DebugState, Records
-from jdisagg.serve.reshaping import Reshaper
-from jdisagg.serve.tier_moves import WorkerStores
-from jdisagg.serve.transfer_stats import transfer_stats_of
+from jdisagg.serve.deploy.pools import place_of
+from jdisagg.serve.driver.driver import Observer
+from jdisagg.serve.driver.kv_moves import WorkerStores
+from jdisagg.serve.driver.local_service import LocalService
+from jdisagg.serve.driver.role_change import Reshaper
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.observability.cluster_view import holders_of
+from jdisagg.serve.observability.metrics import Metrics
+from jdisagg.serve.observability.records import DebugState, Records, transfer_stats_of
 from tests.serve.live_http import serving
 from tests.serve.scripted import FIXTURE
 

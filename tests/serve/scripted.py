@@ -13,8 +13,8 @@ from jdisagg.core.messages import TokenDelta
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, WorkerId
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.pools import NO_POOLS
-from jdisagg.serve.service import Capacity, Draining, Update
+from jdisagg.serve.deploy.pools import NO_POOLS
+from jdisagg.serve.driver.service import Capacity, Draining, Update
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "conformance" / "llama3"
 Step = Update | Exception | float  # a float is a pause in seconds

@@ -23,9 +23,9 @@ import jdisagg
 from jdisagg.core.adapters import Adapter
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.worker_config import Role
-from jdisagg.model.adapters import identified
 from jdisagg.model.checkpoint import read_model
-from jdisagg.model.gguf_source import GGUFSource
+from jdisagg.model.gguf.source import GGUFSource
+from jdisagg.model.lora import identified
 from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import HFSource, Source

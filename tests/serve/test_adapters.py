@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 import jdisagg
 from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import ConfigError, RequestError
-from jdisagg.model.adapters import identified
 from jdisagg.model.checkpoint import read_model
+from jdisagg.model.lora import identified
 from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import HFSource, Source
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
 from tests.adapter_files import merged, write_adapter
 from tests.fixtures import conformance
 from tests.serve.live_http import serving

@@ -17,11 +17,11 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.serve import device_trace
-from jdisagg.serve.clients import read_keys
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.servers import front_settings
+from jdisagg.serve.deploy.servers import front_settings
+from jdisagg.serve.frontends.clients import read_keys
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.observability import tracing
 from tests.serve.live_http import eventually, serving
 from tests.serve.live_toy import toy_stack
 from tests.serve.scripted import ScriptedService
@@ -73,9 +73,9 @@ def test_seconds_that_cannot_be_are_refused_with_the_bounds(url: str, seconds: s
 
 
 def test_there_is_one_profile_at_a_time(url: str) -> None:
-    first = threading.Thread(target=device_trace.device_trace, args=(1.0,))
+    first = threading.Thread(target=tracing.device_trace, args=(1.0,))
     first.start()
-    eventually(device_trace._ONE.locked)
+    eventually(tracing._ONE.locked)
     refused = httpx.post(f"{url}/admin/profile?seconds=1", headers=ADMIN)
     first.join()
     assert refused.status_code == 409 and refused.json()["error"]["code"] == "busy"

@@ -10,17 +10,16 @@ from dataclasses import dataclass, replace
 import httpx
 import pytest
 
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.request import Request, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.reshape import Shape
 from jdisagg.engine.toy import toy_output
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.places import place_of
-from jdisagg.serve.pools import Pools
-from jdisagg.serve.reshaping import Call
-from jdisagg.serve.shapes import WorkerShapes
+from jdisagg.serve.deploy.deployment import WorkerShapes
+from jdisagg.serve.deploy.pools import Pools, place_of
+from jdisagg.serve.driver.role_change import Call
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
 from tests.serve.live_http import eventually, serving
 from tests.serve.live_toy import SlowToy, ToyStack, groups_of, toy_stack, worker_config
 from tests.serve.test_broken_machines import requests

@@ -12,8 +12,8 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.autoscaler import Load, Scaling
 from jdisagg.policy.role_scaler import RoleScaler
-from jdisagg.serve.autoscaling import Autoscaling
-from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.driver.autoscaling import Autoscaling
+from jdisagg.serve.observability.metrics import Metrics
 from tests.fixtures import conformance
 from tests.policy.test_role_scaler import house
 from tests.serve.live_http import eventually

@@ -23,11 +23,11 @@ from jdisagg.engine.toy import ToyExecutor, ToyShipment, toy_output
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.driver import Actor
-from jdisagg.serve.health_monitor import LOST_AFTER
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.local import LocalService
-from jdisagg.serve.service import Draining
+from jdisagg.serve.driver.driver import Actor
+from jdisagg.serve.driver.local_service import LocalService
+from jdisagg.serve.driver.service import Draining
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.observability.health import LOST_AFTER
 from tests.engine import stacks
 from tests.serve.live_http import eventually, serving
 from tests.serve.live_toy import worker_config

@@ -16,13 +16,13 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.request import FinishReason, Request
 from jdisagg.core.settings import Settings
 from jdisagg.policy.client_limits import Rates
-from jdisagg.serve.clients import Clients, read_keys
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorStub
-from jdisagg.serve.grpc.server import create_grpc_server
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.servers import front_settings
+from jdisagg.serve.deploy.servers import front_settings
+from jdisagg.serve.frontends.clients import Clients, read_keys
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.grpc.jetstream_pb2_grpc import OrchestratorStub
+from jdisagg.serve.frontends.grpc.server import create_grpc_server
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.observability.metrics import Metrics
 from tests.serve.live_http import serving
 from tests.serve.live_toy import toy_stack
 from tests.serve.scripted import ScriptedService, Step, tokens

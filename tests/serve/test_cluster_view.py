@@ -13,17 +13,17 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample
 
 from jdisagg.core.events import Received, Send, Submit, WorkerJoined, WorkerLost
+from jdisagg.core.layout.reshard import StageShape
 from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Preempted, Progress, Reserve, Reserved, StartPrefill
 from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
-from jdisagg.core.reshard import StageShape
 from jdisagg.core.worker_config import Role
-from jdisagg.serve.cluster_view import DECISIONS, REQUESTS, Counted, SharedDocument
-from jdisagg.serve.metric_families import Families
-from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.places import place_of
-from jdisagg.serve.records import MAX_CHANGES, Records
-from jdisagg.serve.remote_metrics import MergedRegistry
+from jdisagg.serve.deploy.pools import place_of
+from jdisagg.serve.observability.cluster_view import DECISIONS, REQUESTS, Counted, SharedDocument
+from jdisagg.serve.observability.metric_families import Families
+from jdisagg.serve.observability.metrics import Metrics
+from jdisagg.serve.observability.records import MAX_CHANGES, Records
+from jdisagg.serve.observability.worker_metrics import MergedRegistry
 from tests.serve.live_http import eventually
 from tests.serve.live_toy import KEY, PAGE_BYTES, ToyStack, watched, worker_config
 

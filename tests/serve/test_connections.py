@@ -18,8 +18,8 @@ import pytest
 import uvloop
 
 from jdisagg.core.settings import Settings
-from jdisagg.serve import servers
-from jdisagg.serve.http.connections import CloseReason, ConnectionLimiter, Limits
+from jdisagg.serve.deploy import servers
+from jdisagg.serve.frontends.http.connections import CloseReason, ConnectionLimiter, Limits
 from tests.serve.live_http import eventually
 from tests.serve.live_toy import ToyStack, toy_stack
 

@@ -12,9 +12,8 @@ from jdisagg.core.errors import BadTicket
 from jdisagg.core.events import Received, Reject, Submit
 from jdisagg.core.messages import Abort, Ask, Withdraw
 from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.records import MAX_ROWS, Records
-from jdisagg.serve.transfer_stats import read_transfer_stats
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.observability.records import MAX_ROWS, Records, read_transfer_stats
 from tests.serve.live_http import serving
 from tests.serve.live_toy import KEY, ToyStack, watched
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.kv_layout import DTYPE_BYTES
+from jdisagg.core.hardware import CHIPS
+from jdisagg.core.layout.kv_layout import DTYPE_BYTES
 from jdisagg.core.settings import Settings
-from jdisagg.core.targets import CHIPS
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import local_bytes
 from jdisagg.model.params import StageSpec, abstract_stage_params
-from jdisagg.serve.deployment import Deployment, resolve_deployment
+from jdisagg.serve.deploy.deployment import Deployment, resolve_deployment
 from tests.model.sharded import mesh_of
 
 GIB = 1 << 30

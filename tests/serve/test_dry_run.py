@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg import config, devices, flags, launch
+from jdisagg import devices, flags, launch
 from tests.launched import launch_here
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def test_every_command_is_one_that_launch_takes():
         words = command(paragraph)
         values = launch.declare()
         flags.read(values, words[2:])
-        settings = config.settings_of(values)
+        settings = flags.settings_of(values)
         assert settings.page_size == 64 and settings.mesh == "prefill:tp8,decode:pp4tp2"
         assert (settings.group_size, settings.group) == ((2, "p") if "rank" in paragraph else (0, ""))
 

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 import jdisagg
 from jdisagg.core.worker_config import Role
 from jdisagg.named_models import EMBEDDED_FOLDER
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
 from tests.serve.live_http import serving
 from tests.serve.live_toy import toy_stack, worker_config
 

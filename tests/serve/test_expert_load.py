@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import jdisagg
-from jdisagg.core.experts import Experts
+from jdisagg.core.model_config import Experts
 from jdisagg.engine.expert_load import MOST, ExpertLoad, tokens_sent
-from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.observability.metrics import Metrics
 from tests.fixtures import conformance
 from tests.serve.test_metrics import read
 

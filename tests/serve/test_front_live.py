@@ -11,7 +11,7 @@ import pytest
 
 from jdisagg.core.request import SamplingParams
 from jdisagg.engine.toy import toy_output
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.frontends.http.app import create_app
 from tests.serve.live_http import eventually, serving
 from tests.serve.live_toy import ToyStack
 

@@ -15,15 +15,22 @@ from jdisagg.core.events import Finish
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.policy.client_limits import Refusal
-from jdisagg.serve.adapters import NoSuchAdapter
-from jdisagg.serve.clients import RateLimited
-from jdisagg.serve.generation import AnswerFailed, GrammarEnded
-from jdisagg.serve.grpc.codes import CODES, code_of
-from jdisagg.serve.grpc.inference_pb2 import Body
-from jdisagg.serve.grpc.inference_pb2_grpc import InferenceStub
-from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorStub
-from jdisagg.serve.http.errors import FAILED_STATUS, MEANINGS, RESPONSES, BodyTooLarge, ModelNotFound, describe
-from jdisagg.serve.service import Draining, ObjectiveUnmet, Rejected
+from jdisagg.serve.driver.local_service import AnswerFailed, GrammarEnded
+from jdisagg.serve.driver.service import Draining, ObjectiveUnmet, Rejected
+from jdisagg.serve.frontends.adapters import NoSuchAdapter
+from jdisagg.serve.frontends.clients import RateLimited
+from jdisagg.serve.frontends.grpc.inference_pb2 import Body
+from jdisagg.serve.frontends.grpc.inference_pb2_grpc import InferenceStub
+from jdisagg.serve.frontends.grpc.jetstream_pb2_grpc import OrchestratorStub
+from jdisagg.serve.frontends.grpc.server import CODES, code_of
+from jdisagg.serve.frontends.http.errors import (
+    FAILED_STATUS,
+    MEANINGS,
+    RESPONSES,
+    BodyTooLarge,
+    ModelNotFound,
+    describe,
+)
 from tests.serve.scripted import ScriptedService, Step, told
 from tests.serve.test_grpc_front import text_request, with_channel
 

@@ -17,12 +17,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from jdisagg.core.adapters import Adapter
 from jdisagg.core.request import FinishReason
 from jdisagg.core.traceparent import span_id_of
-from jdisagg.serve.adapters import Adapters
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.grpc.jetstream_pb2 import DecodeRequest, DecodeResponse, HealthCheckRequest
-from jdisagg.serve.grpc.jetstream_pb2_grpc import OrchestratorStub
-from jdisagg.serve.grpc.server import create_grpc_server
-from jdisagg.serve.service import Rejected, Service
+from jdisagg.serve.driver.service import Rejected, Service
+from jdisagg.serve.frontends.adapters import Adapters
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.grpc.jetstream_pb2 import DecodeRequest, DecodeResponse, HealthCheckRequest
+from jdisagg.serve.frontends.grpc.jetstream_pb2_grpc import OrchestratorStub
+from jdisagg.serve.frontends.grpc.server import create_grpc_server
 from tests.serve.scripted import ScriptedService, end, tokens
 
 TEXT = "Grüße, 世界"

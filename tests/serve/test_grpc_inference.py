@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.grpc.inference_pb2 import Body
-from jdisagg.serve.grpc.inference_pb2_grpc import InferenceStub
-from jdisagg.serve.service import Rejected
+from jdisagg.serve.driver.service import Rejected
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.grpc.inference_pb2 import Body
+from jdisagg.serve.frontends.grpc.inference_pb2_grpc import InferenceStub
 from tests.serve.scripted import ScriptedService, tokens
 from tests.serve.test_grpc_front import with_channel
 

@@ -14,7 +14,7 @@ from jdisagg.core.worker_config import Role
 from jdisagg.policy.prefix_cache import packed, page_hashes
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.holders import holders_of
+from jdisagg.serve.observability.cluster_view import holders_of
 from tests.sim.cases import worker
 
 HERE = worker("prefill-0", Role.PREFILL, prefix_caching=True, peer_fetch=True, dram_pages=16)

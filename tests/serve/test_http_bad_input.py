@@ -15,10 +15,10 @@ import pytest
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.request import FinishReason
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.http.schema import REFUSED, CompletionBody, parse
-from jdisagg.serve.service import Capacity, ObjectiveUnmet, Rejected
+from jdisagg.serve.driver.service import Capacity, ObjectiveUnmet, Rejected
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.frontends.http.schema import REFUSED, CompletionBody, parse
 from tests.serve.live_http import Front, eventually, serving
 from tests.serve.scripted import ScriptedService, echo, end
 

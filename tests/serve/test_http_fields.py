@@ -15,11 +15,11 @@ from openai.types.responses import response_create_params as responses
 
 from jdisagg.core.messages import TokenDelta
 from jdisagg.core.request import Attempt, FinishReason, Request, Sampled
-from jdisagg.serve.http.embeddings.body import EmbeddingsBody
-from jdisagg.serve.http.messages.body import MessagesBody
-from jdisagg.serve.http.responses.body import ResponsesBody
-from jdisagg.serve.http.schema import IGNORED, REFUSED, ChatBody, CompletionBody
-from jdisagg.serve.service import Update
+from jdisagg.serve.driver.service import Update
+from jdisagg.serve.frontends.http.embeddings import EmbeddingsBody
+from jdisagg.serve.frontends.http.messages import MessagesBody
+from jdisagg.serve.frontends.http.responses import ResponsesBody
+from jdisagg.serve.frontends.http.schema import IGNORED, REFUSED, ChatBody, CompletionBody
 from tests.serve.live_http import Front
 from tests.serve.scripted import Step, end, told
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
 from tests.serve.live_http import Front, serving
 from tests.serve.live_tools import ANSWER, TIME, WEATHER, prompt_of, says
 from tests.serve.scripted import ScriptedService, tokens

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from jdisagg.core.events import Finish
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import FinishReason
-from jdisagg.serve.generation import GrammarEnded
+from jdisagg.serve.driver.local_service import GrammarEnded
 from tests.serve.live_http import Front
 from tests.serve.live_tools import ANSWER, TIME, WEATHER, prompt_of, says
 from tests.serve.scripted import tokens

@@ -8,7 +8,7 @@ import pytest
 import jdisagg
 from jdisagg.core.events import KVArrived, WiresTimed
 from jdisagg.core.worker_config import RAW
-from jdisagg.kv.error_monitor import ErrorMonitor
+from jdisagg.kv.shipping import ErrorMonitor
 from tests.fixtures import conformance
 
 FAMILY = conformance.load("llama3")

@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import time
 
-from jdisagg.serve import lag
-from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.observability import health
+from jdisagg.serve.observability.metrics import Metrics
 
 
 def test_a_loop_that_is_held_is_late_by_as_long() -> None:
     on_late: list[float] = []
 
     async def held() -> None:
-        watch = asyncio.create_task(lag.watch(on_late.append))
+        watch = asyncio.create_task(health.watch(on_late.append))
         await asyncio.sleep(0.05)
         time.sleep(0.3)
         await asyncio.sleep(0.05)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.log_lines import JSONLine, OneLine
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.observability.log_lines import JSONLine, OneLine
 from tests.serve.live_http import serving
 from tests.serve.scripted import ScriptedService, told
 

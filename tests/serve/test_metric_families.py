@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from jdisagg.serve.metric_families import SECONDS, Families, observe_times
+from jdisagg.serve.observability.metric_families import SECONDS, Families, observe_times
 
 
 @pytest.mark.parametrize("value", [0.0, 0.001, 0.0011, 0.03, 119.0, 121.0])

@@ -19,11 +19,10 @@ from jdisagg.core.messages import Ended, Preempted, Progress, Resend
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.tiers import PageMove, PagesMoved, Tier
 from jdisagg.core.worker_config import Role
-from jdisagg.serve import lag
-from jdisagg.serve.generation import pieces
-from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.metrics_compat import NAMES
-from jdisagg.serve.text import TextOptions
+from jdisagg.serve.driver.local_service import pieces
+from jdisagg.serve.frontends.text import TextOptions
+from jdisagg.serve.observability import health
+from jdisagg.serve.observability.metrics import NAMES, Metrics
 from tests.serve.live_toy import PAGE_BYTES, PAGE_SIZE, ToyStack, toy_stack, worker_config
 from tests.serve.scripted import end
 
@@ -54,9 +53,9 @@ async def run(stack: ToyStack, asked: list[Request], stop: tuple[str, ...] = ())
             async for piece in answer:
                 assert piece.finish_reason in (None, "stop", "length")
 
-    watch = asyncio.create_task(lag.watch(stack.metrics.lagged))
+    watch = asyncio.create_task(health.watch(stack.metrics.lagged))
     await asyncio.gather(*(one(each) for each in asked))
-    await asyncio.sleep(2 * lag.PERIOD_S)
+    await asyncio.sleep(2 * health.PERIOD_S)
     watch.cancel()
 
 

@@ -13,10 +13,10 @@ import pytest
 from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import RequestError
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve import offline
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.sampling_params import SamplingParams
-from jdisagg.serve.tools.choose import Parsers
+from jdisagg.serve.frontends import offline
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.sampling_params import SamplingParams
+from jdisagg.serve.frontends.tools.asked import Parsers
 from tests.hostile.model_folders import copy
 from tests.serve.live_tools import ANSWER, TEMPLATE, TIME, WEATHER
 from tests.serve.live_toy import toy_stack

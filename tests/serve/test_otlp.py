@@ -20,10 +20,10 @@ from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.traceparent import span_id_of
-from jdisagg.serve import otlp
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.otlp import Exporter, Source, Span, Tracer
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.observability import otlp
+from jdisagg.serve.observability.otlp import Exporter, Source, Span, Tracer
 from tests.ports import free_port
 from tests.serve.live_http import eventually, serving
 from tests.serve.live_toy import toy_stack

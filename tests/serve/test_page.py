@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.http.page import ASSETS, FIRST, FOLDER, PATHS
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.admin import ASSETS, FIRST, FOLDER, PAGE_PATHS
+from jdisagg.serve.frontends.http.app import create_app
 from tests.serve.live_http import serving
 from tests.serve.scripted import ScriptedService
 
@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 def test_the_page_is_served_without_the_key_and_the_api_is_not(url: str) -> None:
     assert "<title>jdisagg</title>" in httpx.get(url).text
     assert httpx.get(f"{url}/v1/models").status_code == 401
-    for path in PATHS:
+    for path in PAGE_PATHS:
         assert httpx.get(f"{url}{path}").status_code == httpx.head(f"{url}{path}").status_code == 200
     for path in ("/page/", "/page/none.js", "/page/index.html", "/page/..%2fpage.py", "/page.py"):
         assert httpx.get(f"{url}{path}").status_code in (401, 404)
@@ -37,7 +37,7 @@ def test_the_page_is_served_without_the_key_and_the_api_is_not(url: str) -> None
 
 def test_every_file_says_what_it_is_and_what_it_may_do(url: str) -> None:
     kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-    for path in PATHS:
+    for path in PAGE_PATHS:
         headers = httpx.get(f"{url}{path}").headers
         ending = path.rpartition(".")[2] if path != "/" else "html"
         assert headers["content-type"].startswith(kinds[ending])
@@ -67,7 +67,7 @@ def test_the_page_asks_nobody_else_and_has_nothing_inline() -> None:
         assert not re.findall(r"(?<!xmlns=\")https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text), name
     assert not re.search(r"<script(?![^>]*\ssrc=)|\son\w+=|\sstyle=|javascript:", HTML)
     for named in re.findall(r'(?:src|href)="(/[^"]*)"', HTML):
-        assert named in PATHS
+        assert named in PAGE_PATHS
     for name, text in SCRIPTS.items():
         for module in re.findall(r'from "\./([^"]+)"', text):
             assert module in ASSETS, f"{name} imports {module}"

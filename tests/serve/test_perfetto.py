@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+from jdisagg.commands.replay import main
 from jdisagg.core.events import EngineFailed, RunStep, StepDone
 from jdisagg.core.steps import StepPlan
-from jdisagg.replay import main
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.perfetto import chrome_trace
-from jdisagg.serve.records import Records
-from jdisagg.serve.step_log import RanStep, StepLog
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.observability.records import Records
+from jdisagg.serve.observability.step_log import RanStep, StepLog
+from jdisagg.serve.observability.tracing import chrome_trace
 from tests.serve.live_http import eventually, serving
 from tests.serve.live_toy import ToyStack
 from tests.sim.cases import pair

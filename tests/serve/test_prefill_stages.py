@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jdisagg
-from jdisagg import replay
+from jdisagg.commands import replay
 from jdisagg.core.events import KVArrived
 from tests.fixtures import conformance
 

@@ -15,7 +15,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.events import ROUTER, TimerFired
 from jdisagg.core.journal import Header, read_lines
 from jdisagg.core.router_config import RouterConfig
-from jdisagg.serve.record_file import open_journal
+from jdisagg.serve.observability.records import open_journal
 from tests.sim.cases import pair
 
 HEADER = Header(RouterConfig(), tuple(pair()))

@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import pytest
 
+from jdisagg.core.model_config import WeightFormat
 from jdisagg.core.settings import Settings
-from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.names import Index
 from jdisagg.model.sources import HFSource
-from jdisagg.parallel.machine_name import machine_name
-from jdisagg.serve.deployment import resolve_deployment
-from jdisagg.serve.remembered_weights import Choice, ChoiceMemory, choices_folder, key_of
-from jdisagg.serve.weight_choice import choose_weights
+from jdisagg.parallel.topology import machine_name
+from jdisagg.serve.deploy.assemble import choose_weights
+from jdisagg.serve.deploy.deployment import resolve_deployment
+from jdisagg.serve.driver.role_change import Choice, ChoiceMemory, choices_folder, key_of
 from tests.fixtures.conformance import ROOT
 
 KEPT = WeightFormat("int8", frozenset({"1.mlp.down"}))

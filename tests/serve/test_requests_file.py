@@ -12,13 +12,12 @@ import pytest
 
 from jdisagg.core.errors import OutputError, RequestError
 from jdisagg.core.request import FinishReason
-from jdisagg.serve.answer_file import AnswerFile
-from jdisagg.serve.batch import Batch
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.requests_file import holds_calls, read_calls, rows_of
-from jdisagg.serve.sampling_params import SamplingParams
-from jdisagg.serve.service import Rejected
+from jdisagg.serve.driver.service import Rejected
+from jdisagg.serve.frontends.batch import Batch
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.frontends.offline import AnswerFile, holds_calls, read_calls, rows_of
+from jdisagg.serve.frontends.sampling_params import SamplingParams
 from tests.serve.scripted import ScriptedService, echo, end, told
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import jdisagg
-from jdisagg import replay
+from jdisagg.commands import replay
 from jdisagg.core.events import KVArrived, Received
 from jdisagg.core.messages import Preempted, Reserved
 from tests.fixtures import conformance

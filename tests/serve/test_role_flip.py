@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import jdisagg
+from jdisagg.commands.replay import replay
 from jdisagg.core.events import ROUTER, ChangeRole
 from jdisagg.core.journal import read_lines
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from jdisagg.engine import reshape
 from jdisagg.policy.role_change import Standing
-from jdisagg.replay import replay
 from tests.fixtures import conformance
 from tests.serve.live_http import eventually
 
@@ -117,7 +117,7 @@ def test_a_change_that_fails_half_way_leaves_the_worker_what_it_was(monkeypatch)
         raise RuntimeError("no room for the program")
 
     with running("prefill:2xtp1,decode:tp1") as llm:
-        monkeypatch.setattr("jdisagg.serve.reshaping.compile_cold", broken)
+        monkeypatch.setattr("jdisagg.serve.driver.role_change.compile_cold", broken)
         name = WorkerId("prefill-1")
         config = llm.service.pools.shapes()[name].find("decode", "tp1").config
         llm.service.driver.post(ROUTER, ChangeRole(name, 5, config, 0.0))

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import jdisagg
 from jdisagg.core.events import KVArrived
-from jdisagg.core.weight_format import WeightFormat
+from jdisagg.core.model_config import WeightFormat
 from jdisagg.model.sources import HFSource
 from tests.fixtures import conformance
 from tests.fixtures.quantized_folders import compressed

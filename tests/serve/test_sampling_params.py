@@ -9,11 +9,11 @@ import pytest
 from jdisagg.core import request as core
 from jdisagg.engine.sampling import SEED_HIGH, SEED_LOW
 from jdisagg.engine.sampling_metadata import SamplingRows
-from jdisagg.serve import offline
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.jobs import completion_job
-from jdisagg.serve.http.schema import CompletionBody
-from jdisagg.serve.sampling_params import SamplingParams
+from jdisagg.serve.frontends import offline
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.jobs import completion_job
+from jdisagg.serve.frontends.http.schema import CompletionBody
+from jdisagg.serve.frontends.sampling_params import SamplingParams
 from tests.serve.live_toy import toy_stack
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0}

@@ -12,7 +12,7 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.serve import servers
+from jdisagg.serve.deploy import servers
 from tests.serve.live_toy import toy_stack
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jdisagg.core.request import WorkerId
-from jdisagg.serve.side_by_side import JointProgress, Stopped, side_by_side
+from jdisagg.serve.driver.executors import JointProgress, Stopped, side_by_side
 
 P, D = WorkerId("prefill-0"), WorkerId("decode-0")
 

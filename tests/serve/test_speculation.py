@@ -9,16 +9,16 @@ import pytest
 
 from jdisagg import LLM, SamplingParams
 from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
 from jdisagg.groups import for_several
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.draft_head import HeadConfig
-from jdisagg.serve.chosen_sizes import Devices
-from jdisagg.serve.deployment import EMBEDDED_MODEL
-from jdisagg.serve.speculation import (
+from jdisagg.serve.deploy.chosen_sizes import Devices
+from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL, shipping_of
+from jdisagg.serve.deploy.speculation import (
     DRAFT_TOKENS,
     Speculation,
     check_head,
@@ -27,7 +27,6 @@ from jdisagg.serve.speculation import (
     read_draft,
     read_speculation,
 )
-from jdisagg.serve.worker_sizes import shipping_of
 from tests.fixtures import conformance
 
 CPUS = Devices("cpu", None, None)

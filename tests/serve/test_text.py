@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.text import StopStrings, TextOptions, Transcript
+from jdisagg.serve.frontends.text import StopStrings, TextOptions, Transcript
 from tests.serve.scripted import FIXTURE, end, told
 
 REQUEST = Request(RequestId("r"), (1,), SamplingParams())

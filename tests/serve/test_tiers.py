@@ -12,8 +12,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.tiers import Tier
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.deployment import resolve_deployment
-from jdisagg.serve.shapes import shapes_of
+from jdisagg.serve.deploy.deployment import resolve_deployment, shapes_of
 from tests.fixtures import conformance
 from tests.kv.tiers.valkey import Valkey
 from tests.serve.live_http import eventually

@@ -1,7 +1,7 @@
 """Timers of a process: in their order, the last setting of a key counts, and what is due may still be moved."""
 
 from jdisagg.core.request import WorkerId
-from jdisagg.serve.timers import Timers
+from jdisagg.serve.driver.driver import Timers
 
 ONE, OTHER = WorkerId("one"), WorkerId("other")
 

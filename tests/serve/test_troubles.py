@@ -7,10 +7,10 @@ import httpx
 from jdisagg.core.events import WorkerJoined, WorkerLeaving, WorkerLost
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
-from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.troubles import FORGOTTEN_S
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
+from jdisagg.serve.observability.health import FORGOTTEN_S
+from jdisagg.serve.observability.metrics import Metrics
 from tests.serve.live_http import serving
 from tests.serve.live_toy import worker_config
 from tests.serve.scripted import ScriptedService

@@ -13,7 +13,7 @@ from jdisagg.core.errors import MeshError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deploy.deployment import resolve_deployment
 from tests.fixtures import conformance
 
 FAMILY = conformance.load("llama3")

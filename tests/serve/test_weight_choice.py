@@ -5,16 +5,14 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import ConfigError, FlagError
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.model_config import Experts, ModelConfig, WeightFormat
 from jdisagg.core.settings import Settings
-from jdisagg.core.weight_format import WeightFormat
 from jdisagg.model.calibration import Loss
 from jdisagg.model.checkpoint import open_source
-from jdisagg.model.product_times import ProductTimes
+from jdisagg.model.products import ProductTimes
 from jdisagg.serve.cluster.processes import identity_of
-from jdisagg.serve.deployment import resolve_deployment, weight_dtype_of
-from jdisagg.serve.weight_choice import choose_weights, chosen, kept_experts
+from jdisagg.serve.deploy.assemble import choose_weights, chosen, kept_experts
+from jdisagg.serve.deploy.deployment import resolve_deployment, weight_dtype_of
 from tests.fixtures.conformance import ROOT
 
 SPARSE = ModelConfig("mixtral", 64, 32, 24, 3, 4, 2, 8, 256, experts=Experts(8, 2, 24))

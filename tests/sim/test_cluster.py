@@ -13,9 +13,9 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
+from jdisagg.sim.fast_forward import SimulatedSequence
 from jdisagg.sim.outcome import Outcome, write_csv
-from jdisagg.sim.sequence import Sequence
-from jdisagg.sim.spans import SpanLog, Work
+from jdisagg.sim.simulation import SpanLog, Work
 from jdisagg.sim.traces import Trace, closed_loop, poisson
 
 MESHES = ["prefill:tp2,decode:tp1", "prefill:2xtp1,decode:2xpp2tp1", "colocated:2xtp1", "colocated:pp2tp1"]
@@ -146,7 +146,7 @@ PART_COLUMNS = ("queue_s", "reserve_wait_s", "prefill_s", "transfer_s", "first_s
 
 
 def test_a_sequence_knows_its_length_and_nothing_else():
-    whole = Sequence(10)
+    whole = SimulatedSequence(10)
     assert len(whole[3:7]) == 4 and len(whole[8:99]) == 2 and len(whole[:0]) == 0
     assert len(whole + whole[:2]) == 12
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.kv_layout import KVLayout
+from jdisagg.core.hardware import CHIPS
+from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.steps import DecodeRows
-from jdisagg.core.targets import CHIPS
 from jdisagg.core.worker_config import Role
-from jdisagg.serve.chosen_sizes import Devices, page_of, sizes_of
+from jdisagg.serve.deploy.chosen_sizes import Devices, page_of, sizes_of
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import Hosts, Sizes, by_device, cluster_spec, devices_of
 from jdisagg.sim.cost_models import Model, Roofline

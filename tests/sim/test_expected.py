@@ -1,4 +1,4 @@
-"""What `jdisagg.aot` expects of a step, against what others measured, and arithmetic that others published."""
+"""What `jdisagg aot` expects of a step, against what others measured, and arithmetic that others published."""
 
 import csv
 import gzip
@@ -8,10 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jdisagg.core.collectives import Collective, Sent
-from jdisagg.core.roofline import Shard, Work
-from jdisagg.core.targets import CHIPS
-from jdisagg.core.torus import Joined
+from jdisagg.core.hardware import CHIPS, Collective, Joined, Sent, Shard, Work
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.expected import Expected, expected, sending, start_s
 from jdisagg.sim.hardware import hardware

@@ -16,7 +16,7 @@ from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, cluster_spec, longest, 
 from jdisagg.sim.cost_models import CostModel, ManySteps, Model, Roofline, distserve_fit
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome
-from jdisagg.sim.spans import SpanLog
+from jdisagg.sim.simulation import SpanLog
 from jdisagg.sim.traces import Trace
 
 MESHES = ["prefill:tp1,decode:tp1", "prefill:2xtp1,decode:2xpp2tp1", "colocated:2xtp1", "colocated:pp2tp1"]

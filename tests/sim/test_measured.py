@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jdisagg.commands.sim import main
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Host, TransferTime, read_profile
 from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import TransferMode, bucket
-from jdisagg.sim.__main__ import main
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.measured import Line, Measured, Surface, cluster_spec_of, transfer_line_of
 from jdisagg.sim.outcome import Outcome

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jdisagg.commands.sim import main
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
-from jdisagg.sim.__main__ import main
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, longest

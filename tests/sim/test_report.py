@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from matplotlib.image import imread
 
+from jdisagg.commands.sim import main
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.ledger import PARTS
 from jdisagg.core.mesh_spec import MeshSpec
@@ -18,14 +19,22 @@ from jdisagg.core.profile import Checked
 from jdisagg.core.request import WorkerId
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role
-from jdisagg.sim import plots, report
-from jdisagg.sim.__main__ import main
+from jdisagg.sim import report
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
-from jdisagg.sim.outcome import NOT_CALIBRATED, SLO, Lookups, Outcome, Point, columns, goodput_rps, write_csv
-from jdisagg.sim.parquet import write_parquet
+from jdisagg.sim.outcome import (
+    NOT_CALIBRATED,
+    SLO,
+    Lookups,
+    Outcome,
+    Point,
+    columns,
+    goodput_rps,
+    write_csv,
+    write_parquet,
+)
 from jdisagg.sim.report import Story, tiles
-from jdisagg.sim.spans import Place, SpanLog, Work, WorkSpan
+from jdisagg.sim.simulation import Place, SpanLog, Work, WorkSpan
 from jdisagg.sim.tiers import Moved
 from jdisagg.sim.traces import Trace, poisson
 
@@ -46,7 +55,7 @@ def run() -> tuple[Outcome, SpanLog]:
 
 def told(run: tuple[Outcome, SpanLog], **changes) -> Story:
     outcome, log = run
-    return replace(Story("a <mesh>", "python -m jdisagg.sim", {"model": "m"}, outcome, log, GOOD, 3), **changes)
+    return replace(Story("a <mesh>", "python -m jdisagg sim", {"model": "m"}, outcome, log, GOOD, 3), **changes)
 
 
 def point(rate_rps: float, attainment: float) -> Point:
@@ -125,9 +134,9 @@ def test_goodput_is_the_rate_at_which_the_share_is_still_kept(shares, expected):
 
 def test_every_picture_is_one_even_of_a_run_with_nothing_in_it():
     nothing, empty = Outcome([], 0, 0.0, {}), SpanLog()
-    pictures = [plots.cdfs(nothing, GOOD), plots.where_time_goes(nothing), plots.occupancy(empty, 0.0)]
-    pictures.append(plots.where_kv_lies(empty, 0.0))
-    for png in (*pictures, plots.gantt(empty)[0]):
+    pictures = [report.cdfs(nothing, GOOD), report.where_time_goes(nothing), report.occupancy(empty, 0.0)]
+    pictures.append(report.where_kv_lies(empty, 0.0))
+    for png in (*pictures, report.gantt(empty)[0]):
         assert imread(io.BytesIO(png)).shape[1] == 1650
 
 
@@ -143,14 +152,14 @@ def test_a_page_shows_where_kv_lies_and_what_came_from_where_only_where_any_is_k
 
 def test_a_gantt_shows_a_window_of_the_busiest_worker_and_no_more_rows_than_fit():
     log = SpanLog()
-    for index in range(20 * plots.MOST_SPANS):
+    for index in range(20 * report.MOST_SPANS):
         log.did(WorkSpan(WorkerId(f"prefill-{index % 20}"), Work.PREFILL, index, index + 1, 5))
-    for index in range(3 * plots.MOST_SPANS):
+    for index in range(3 * report.MOST_SPANS):
         log.did(WorkSpan(WorkerId("decode-0"), Work.DECODE, 2 * index, 2 * index + 1, 1))
-    start_s, stop_s = plots.window(log)
-    assert (start_s, stop_s) == (2 * plots.MOST_SPANS, 4 * plots.MOST_SPANS - 1)
-    assert "5 more workers" in plots.gantt(log)[1]
-    assert plots.in_order(log.workers)[:3] == ["prefill-0", "prefill-1", "prefill-2"]
+    start_s, stop_s = report.window(log)
+    assert (start_s, stop_s) == (2 * report.MOST_SPANS, 4 * report.MOST_SPANS - 1)
+    assert "5 more workers" in report.gantt(log)[1]
+    assert report.in_order(log.workers)[:3] == ["prefill-0", "prefill-1", "prefill-2"]
 
 
 def test_decode_steps_without_a_gap_and_of_one_batch_are_one_span():

@@ -13,11 +13,10 @@ from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, published
-from jdisagg.sim.cost_models import Model, Roofline
+from jdisagg.sim.cost_models import Model, RingRoofline, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.measured import cluster_spec_of
 from jdisagg.sim.planner.space import Space
-from jdisagg.sim.ring_costs import RingRoofline
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace, poisson
 from tests.sim.profiles import LATENCY_S, profile, step_s

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdisagg.policy.prefix_cache import page_hashes
-from jdisagg.sim.sequence import NamedPrompts, Sequence
+from jdisagg.sim.fast_forward import NamedPrompts, SimulatedSequence
 
 BLOCK = 12
 PROMPTS = [  # tokens, and the ids of their blocks
@@ -58,5 +58,5 @@ def test_a_part_of_a_prompt_is_named_from_where_it_begins():
 
 
 def test_a_prompt_of_a_trace_without_blocks_has_no_names():
-    prompt, answer = Sequence(40), (1, 2)
+    prompt, answer = SimulatedSequence(40), (1, 2)
     assert page_hashes(prompt, 4) == () == page_hashes(prompt + answer, 4)

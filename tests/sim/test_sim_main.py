@@ -1,4 +1,4 @@
-"""`python -m jdisagg.sim`: a table of latencies, a verdict, the speed, and one line where something is wrong."""
+"""`python -m jdisagg sim`: a table of latencies, a verdict, the speed, and one line where something is wrong."""
 
 import csv
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.sim.__main__ import main
+from jdisagg.commands.sim import main
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_an_engine_that_fuses_its_steps_is_simulated_on_measured_kernels(lengths
 def test_mistakes_are_one_line_and_exit_2(flags, said, lengths, capsys):
     assert run(*(flag.replace("LENGTHS", str(lengths)) for flag in flags)) == 2
     line = capsys.readouterr().err
-    assert said in line and line.startswith("jdisagg.sim: ") and line.count("\n") == 1
+    assert said in line and line.startswith("jdisagg sim: ") and line.count("\n") == 1
 
 
 @pytest.fixture

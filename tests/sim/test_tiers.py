@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdisagg.commands.sim import main
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import Attempt, RequestId, WorkerId
@@ -18,15 +19,13 @@ from jdisagg.core.router_config import Routing
 from jdisagg.core.tiers import PageMove, Tier
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.prefix_cache import packed
-from jdisagg.sim.__main__ import main
 from jdisagg.sim.cluster import PATIENT
 from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, devices_of, longest, with_room, with_tiers
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.hardware import hardware
-from jdisagg.sim.model_numbers import model_of
+from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.shared import simulated
-from jdisagg.sim.spans import Place, SpanLog
+from jdisagg.sim.simulation import Place, SpanLog
 from jdisagg.sim.tiers import SharedPool, SimulatedTiers, TierSpec, TierSpeed, rates_said, tier_speeds
 from jdisagg.sim.traces import Trace
 from tests.sim.cases import worker

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from jdisagg import devices, replay
+from jdisagg import devices
+from jdisagg.commands import replay
 from jdisagg.core.codec import encode
 from jdisagg.core.errors import JournalError
 from jdisagg.core.events import KVArrived, RunStep, ShipKV, StepDone, TimerFired
@@ -32,10 +33,10 @@ from jdisagg.engine.toy import VOCAB, ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.build import build
-from jdisagg.serve.deployment import resolve_deployment
-from jdisagg.serve.local import LocalService
-from jdisagg.serve.service import Service
+from jdisagg.serve.deploy.assemble import build
+from jdisagg.serve.deploy.deployment import resolve_deployment
+from jdisagg.serve.driver.local_service import LocalService
+from jdisagg.serve.driver.service import Service
 from jdisagg.sim.rerun import Measured, Rerun, between, measure, rerun
 from tests.serve.scripted import FIXTURE
 from tests.sim.cases import request, worker

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.training.batches import Phase
-from jdisagg.training.corpus import Corpus, read_corpus
-from jdisagg.training.settings import RunSettings, TrainSettings
+from jdisagg.training.data import Corpus, Phase, read_corpus
+from jdisagg.training.run import RunSettings, TrainSettings
 from jdisagg.training.step import OptimiserSettings
 
 SOURCE = '''"""Module {name}."""

@@ -7,7 +7,7 @@ from jax import Array
 
 from jdisagg.core.model_config import AttentionOptions
 from jdisagg.model.network import Attend, dense_attend
-from jdisagg.training.attention import blocked_attend
+from jdisagg.training.step import blocked_attend
 
 
 @pytest.mark.parametrize("length", [5, 300])

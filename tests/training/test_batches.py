@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.training.batches import Phase, batch_at, phase_at, tokens_before, total_steps
+from jdisagg.training.data import Phase, batch_at, phase_at, tokens_before, total_steps
 
 STREAM = np.arange(1000, dtype=np.uint16)
 PHASES = (Phase(12, 32, 5), Phase(3, 128, 1))

@@ -2,9 +2,18 @@
 
 from pathlib import Path
 
-from jdisagg.training.batches import token_stream
-from jdisagg.training.corpus import Corpus, Document, is_held_out, lessons, read_corpus
-from jdisagg.training.tokenizer import END_OF_TEXT, SPECIALS, as_chat, make_tokenizer
+from jdisagg.training.data import (
+    END_OF_TEXT,
+    SPECIALS,
+    Corpus,
+    Document,
+    as_chat,
+    is_held_out,
+    lessons,
+    make_tokenizer,
+    read_corpus,
+    token_stream,
+)
 
 
 def test_held_out_files_never_appear_in_training_data(corpus: Corpus) -> None:

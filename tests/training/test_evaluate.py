@@ -6,11 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.training.corpus import Corpus, Document
-from jdisagg.training.evaluate import bits_per_byte, cut_windows, make_meter, thinned, token_bytes
-from jdisagg.training.settings import TrainSettings
+from jdisagg.training.data import Corpus, Document, make_tokenizer
+from jdisagg.training.run import TrainSettings, bits_per_byte, cut_windows, make_meter, thinned, token_bytes
 from jdisagg.training.step import new_network
-from jdisagg.training.tokenizer import make_tokenizer
 
 TEXTS = (Document("one.py", "x = 'é漢'\n" * 9), Document("two.py", "y = 2\n"))
 

@@ -13,11 +13,9 @@ from tokenizers import Tokenizer
 
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.model.network import Attention
-from jdisagg.training.corpus import Lesson
-from jdisagg.training.export import export, model_config_json, rounded
-from jdisagg.training.settings import TrainSettings
+from jdisagg.training.data import CHAT_TEMPLATE, Lesson, as_chat, make_tokenizer
+from jdisagg.training.run import TrainSettings, export, model_config_json, rounded
 from jdisagg.training.step import new_network
-from jdisagg.training.tokenizer import CHAT_TEMPLATE, as_chat, make_tokenizer
 
 
 @pytest.fixture

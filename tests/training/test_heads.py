@@ -10,8 +10,7 @@ import pytest
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.draft_head import read_head
-from jdisagg.training.answers import TargetSettings, open_target, read_or_write
-from jdisagg.training.head_settings import read_head_settings
+from jdisagg.training.data import TargetSettings, open_target, read_or_write
 from jdisagg.training.heads import (
     HeadSettings,
     check_same_tokens,
@@ -20,6 +19,7 @@ from jdisagg.training.heads import (
     judge,
     later,
     open_head_run,
+    read_head_settings,
     train_head,
 )
 from jdisagg.training.step import OptimiserSettings

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.training.corpus import Corpus
-from jdisagg.training.finish import finish
-from jdisagg.training.progress import Report, read_reports
-from jdisagg.training.run import open_run, train
-from jdisagg.training.settings import TrainSettings, override
+from jdisagg.training.data import Corpus
+from jdisagg.training.run import Report, TrainSettings, finish, open_run, override, read_reports, train
 
 
 def _figures(reports: list[Report]) -> list[tuple[int, float, float, float | None]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.errors import ConfigError, FlagError
-from jdisagg.training.settings import override, read_settings
+from jdisagg.training.run import override, read_settings
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "embedded_train.toml"
 

@@ -7,9 +7,9 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.model.network import forward
-from jdisagg.training.settings import TrainSettings
+from jdisagg.training.data import make_tokenizer
+from jdisagg.training.run import TrainSettings
 from jdisagg.training.step import OptimiserSettings, make_optimiser, make_step, new_network, token_losses
-from jdisagg.training.tokenizer import make_tokenizer
 
 LINES = "def add(a, b):\n    return a + b\n\n\ndef double(a):\n    return add(a, a)\n"
 

@@ -9,10 +9,8 @@ import pytest
 
 from jdisagg.core.errors import CheckpointError, ConfigError
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.training.corpus import Corpus
-from jdisagg.training.finish import finish
-from jdisagg.training.run import open_run, train
-from jdisagg.training.settings import TrainSettings
+from jdisagg.training.data import Corpus
+from jdisagg.training.run import TrainSettings, finish, open_run, train
 from jdisagg.training.step import logits_of, new_network
 from jdisagg.training.teacher import Teacher, TeacherSettings, agreement, answers_of, open_teacher, pupil_of
 

@@ -1,6 +1,6 @@
 """A page below HBM: one record of a fixed size, of all layers and all heads, whatever mesh wrote it or will read it.
 
-To the plan of transfers (`core/reshard.py`) records are an end with one stage and one shard: a page leaves HBM as the
+To the plan of transfers (`core/layout/reshard.py`) records are an end with one stage and one shard: a page leaves HBM as the
 slices that it would send there, each copied to its place in the record, and comes back as the slices that it would get
 from there. Digests of each layer and head, made where the page was packed, lie in the record, and are checked by the
 devices that take it.
@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdisagg.core.kv_layout import DraftPages, KVLayout
-from jdisagg.core.reshard import Move, StageShape, draft_shape, plan_heads
+from jdisagg.core.layout.kv_layout import DraftPages, KVLayout
+from jdisagg.core.layout.reshard import Move, StageShape, draft_shape, plan_heads
 from jdisagg.core.worker_config import RAW, Digests
-from jdisagg.kv.packing import HeadSlices
 from jdisagg.kv.pools import PagesOfStage
-from jdisagg.kv.shipping import LandedKV, PackedKV, Seats, padded, slice_shapes
+from jdisagg.kv.shipping import HeadSlices, LandedKV, PackedKV, Seats, padded, slice_shapes
 
 VERSION = 1
 ALIGNMENT = 64  # bytes
@@ -169,3 +168,21 @@ def _slices(form: RecordLayout, records: np.ndarray, move: Move, count: int) -> 
                     array = np.zeros((cut.shape[1], count, *cut.shape[2:]), part.dtype)
                     array[:, : len(records)] = np.swapaxes(cut, 0, 1)
                     yield array
+
+
+# A digest of a record that is as quick as copying it.
+
+ROW = 509  # words; prime, so that blocks of a file that change places are seen
+DIGEST_BYTES = 16
+
+
+def digest_of(record: np.ndarray) -> bytes:
+    """Of u8[n]: sums of words, column by column, hashed. Chance finds no two alike; who means harm may."""
+    words = record[: len(record) // 8 * 8].view(np.uint64)
+    whole = len(words) // ROW * ROW
+    hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    hashed.update(words[:whole].reshape(-1, ROW).sum(axis=0, dtype=np.uint64).tobytes())
+    hashed.update(words[whole:].tobytes())
+    hashed.update(record[len(words) * 8 :].tobytes())
+    hashed.update(len(record).to_bytes(8, "little"))
+    return hashed.digest()

@@ -19,9 +19,9 @@ from jdisagg.core.errors import ConfigError, PeerMismatch, TransferRefused
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.inproc import Inproc
 from jdisagg.kv.transport.jax_transfer import jax_transfer
-from jdisagg.kv.transport.protocol import Transport
 from jdisagg.kv.transport.shm import shm
 from jdisagg.kv.transport.tcp import tcp
+from jdisagg.kv.transport.ticket import Transport
 
 PROCESS = secrets.token_hex(8)  # of this process, for as long as it lives
 NAMES = ("inproc", "shm", "jax_transfer", "tcp", "nixl")

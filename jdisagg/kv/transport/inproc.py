@@ -11,10 +11,9 @@ from jax import Array
 
 from jdisagg.core.errors import TransferRefused
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.deadline import Deadline
-from jdisagg.kv.transport.offers import Ended, Offer, OfferTable
-from jdisagg.kv.transport.protocol import Held
-from jdisagg.kv.transport.ticket import Ticket, TransferId, issue, verify
+from jdisagg.kv.transport.connection import Deadline
+from jdisagg.kv.transport.listener import Ended, Offer, OfferTable
+from jdisagg.kv.transport.ticket import Held, Ticket, TransferId, issue, verify
 
 
 class Inproc:

@@ -29,11 +29,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jdisagg.core.errors import BadTicket, PeerDead, TransferFull
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.connection import Connection
-from jdisagg.kv.transport.deadline import Deadline
+from jdisagg.kv.transport.connection import Connection, Deadline
 from jdisagg.kv.transport.endpoint import Endpoint
-from jdisagg.kv.transport.listener import listen_tcp, split_address
-from jdisagg.kv.transport.offers import Ended, Offer
+from jdisagg.kv.transport.listener import Ended, Offer, listen_tcp, split_address
 from jdisagg.kv.transport.ticket import DTYPES, ID_BITS, Ticket
 
 SOCKETS = 4  # for data; with none it only reaches its own process

@@ -3,20 +3,284 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
+import json
 import logging
+import secrets
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any
 
-from jdisagg.core.errors import ConfigError, TransportError
-from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.connection import Connection, tune
-from jdisagg.kv.transport.deadline import Deadline
-from jdisagg.kv.transport.handshake import answer
-from jdisagg.kv.transport.pending_handshakes import PendingHandshakes
+from jax import Array
+
+from jdisagg.core.errors import (
+    BadTicket,
+    ConfigError,
+    PeerDead,
+    PeerMismatch,
+    TransferFull,
+    TransferRefused,
+    TransportError,
+)
+from jdisagg.kv.transport.config import Identity, TransportConfig
+from jdisagg.kv.transport.connection import Clock, Connection, Deadline, tune
+from jdisagg.kv.transport.ticket import Ticket
+
+# The source's ledger: every offer from its making to its one end, with its bytes, and why it ended.
+
+REMEMBERED = 4096  # ended offers whose end a late pull is told
+
+
+class Ended(StrEnum):
+    ACKED = "acked"  # the destination says so, and that it reads no memory of ours any more
+    ACKED_HERE = "acked at the source"  # the destination may still read what it adopted
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    BROKEN = "broken off"  # the peer went away, or the arrays were lost, in the middle
+
+
+@dataclass(eq=False, slots=True)
+class Offer:
+    """One ticket's arrays. `deadline` is called off when the offer ends, so whoever works on it stops."""
+
+    ticket: Ticket
+    arrays: list[Array]
+    deadline: Deadline
+    pulled: bool = False
+    staged: Any = None  # what the transport keeps with it
+    on_end: Callable[[], None] | None = None  # wakes a pull of the same process
+
+
+class OfferTable:
+    """Offers by id. Any thread may call; `release(offer, how)` runs once per offer, outside the lock."""
+
+    def __init__(self, limit_bytes: int, clock: Clock, release: Callable[[Offer, Ended], None]) -> None:
+        self.limit_bytes, self._clock, self._release = limit_bytes, clock, release
+        self._lock = threading.Lock()
+        self._offers: dict[int, Offer] = {}
+        self._past: OrderedDict[int, Ended] = OrderedDict()
+
+    def add(self, ticket: Ticket, arrays: list[Array], deadline_s: float) -> Offer:
+        """Raises TransferFull where the bytes would go over the limit."""
+        deadline = Deadline(f"offer {ticket.id} of {ticket.transfer.handoff!r}", deadline_s, self._clock)
+        offer = Offer(ticket, arrays, deadline)
+        with self._lock:
+            held_bytes = sum(each.ticket.nbytes for each in self._offers.values())
+            if held_bytes + ticket.nbytes > self.limit_bytes:
+                raise TransferFull(
+                    f"{ticket.nbytes} bytes to offer beside {held_bytes} held is over the limit of {self.limit_bytes}"
+                )
+            self._offers[ticket.id] = offer
+        return offer
+
+    def grant(self, number: int) -> Offer:
+        """The offer, now pulled. Raises TransferRefused: there is none, it has ended, or it was pulled before."""
+        with self._lock:
+            offer = self._offers.get(number)
+            if offer is None:
+                end = self._past.get(number)
+                raise TransferRefused(f"offer {number} {f'has ended: {end}' if end else 'is unknown here'}")
+            if offer.pulled:
+                raise TransferRefused(f"offer {number} was pulled before; a ticket is good for one pull")
+            offer.pulled = True
+        return offer
+
+    def end(self, number: int, how: Ended) -> bool:
+        """Whether this was its end: False where it had ended before or was never there."""
+        with self._lock:
+            offer = self._offers.pop(number, None)
+            if offer is None:
+                return False
+            self._past[number] = how
+            while len(self._past) > REMEMBERED:
+                self._past.popitem(last=False)
+        offer.deadline.call_off(how)
+        if offer.on_end is not None:
+            offer.on_end()
+        self._release(offer, how)
+        offer.arrays.clear()
+        return True
+
+    def expire(self, now_s: float) -> list[Ticket]:
+        """Ends what is past its deadline."""
+        with self._lock:
+            due = [each.ticket for each in self._offers.values() if each.deadline.deadline_s <= now_s]
+        return [ticket for ticket in due if self.end(ticket.id, Ended.EXPIRED)]
+
+    def end_all(self) -> None:
+        with self._lock:
+            left = list(self._offers)
+        for number in left:
+            self.end(number, Ended.CANCELLED)
+
+    def ended(self, number: int) -> Ended | None:
+        """How it ended, where that is still remembered."""
+        with self._lock:
+            return self._past.get(number)
+
+    def tag_of(self, number: int) -> str:
+        """The offer's tag; where there is none, a text that no tag equals."""
+        with self._lock:
+            offer = self._offers.get(number)
+            return offer.ticket.tag if offer else "none"
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    @property
+    def held_bytes(self) -> int:
+        with self._lock:
+            return sum(offer.ticket.nbytes for offer in self._offers.values())
+
+
+# The handshake: both ends prove that they know the secret, then show what they run.
+#
+# Challenge and response by HMAC-SHA256 over two fresh nonces, the role and the identity, so that nothing of it
+# can be replayed or reflected. An end of another identity learns ours only after it has proved that it is of the
+# cluster.
+
+PROTOCOL = 1
+NONCE_BYTES = 32
+HANDSHAKE_BYTES = 8 << 10  # the longest record of a handshake
+
+
+def answer(connection: Connection, config: TransportConfig, deadline: Deadline) -> None:
+    """The source's part. Raises PeerMismatch after telling the peer."""
+    nonce = secrets.token_hex(NONCE_BYTES)
+    connection.send_record({"jdisagg": PROTOCOL, "nonce": nonce}, deadline)
+    theirs = connection.receive_record(deadline, HANDSHAKE_BYTES)
+    if not _proves(theirs, "pulls", nonce + _nonce(theirs), config.secret):
+        connection.send_record({"refused": "secret"}, deadline)
+        raise PeerMismatch(f"{connection.peer} does not share our secret")
+    connection.send_record(_proof("offers", nonce + _nonce(theirs), config), deadline)
+    compare(config.identity, theirs["identity"], connection.peer)
+
+
+def greet(connection: Connection, config: TransportConfig, deadline: Deadline) -> None:
+    """The destination's part. Raises PeerMismatch."""
+    theirs = connection.receive_record(deadline, HANDSHAKE_BYTES)
+    if theirs.get("jdisagg") != PROTOCOL:
+        said = f"{connection.peer} speaks protocol {theirs.get('jdisagg')!r:.40}"
+        raise PeerMismatch(f"{said}, we speak {PROTOCOL}: install the same jdisagg")
+    nonce = secrets.token_hex(NONCE_BYTES)
+    both = _nonce(theirs) + nonce
+    connection.send_record({"nonce": nonce} | _proof("pulls", both, config), deadline)
+    reply = connection.receive_record(deadline, HANDSHAKE_BYTES)
+    if not _proves(reply, "offers", both, config.secret):
+        raise PeerMismatch(f"{connection.peer} does not share our secret")
+    compare(config.identity, reply["identity"], connection.peer)
+
+
+def compare(ours: Identity, record: Any, peer: str) -> None:
+    """Raises PeerMismatch with both fingerprints and the fields that differ."""
+    try:
+        theirs = Identity(**{each.name: str(record[each.name]) for each in fields(Identity)})
+    except (KeyError, TypeError) as error:
+        raise PeerMismatch(f"{peer} shows no identity that we can read: {str(record)[:80]}") from error
+    mine, other = asdict(ours), asdict(theirs)
+    differing = [f"{name} {other[name]!r} there, {mine[name]!r} here" for name in mine if mine[name] != other[name]]
+    if differing:
+        prints = f"fingerprint {theirs.fingerprint} there, {ours.fingerprint} here"
+        remedy = "start both with the same version, --model, --mesh and dtypes"
+        raise PeerMismatch(f"{peer} is not of our kind ({prints}): {'; '.join(differing)}; {remedy}")
+
+
+def _nonce(record: dict[str, Any]) -> str:
+    nonce = record.get("nonce")
+    if not isinstance(nonce, str) or len(nonce) != 2 * NONCE_BYTES:
+        raise BadTicket(f"a handshake needs a nonce of {2 * NONCE_BYTES} hex digits, got {str(nonce)[:20]!r}")
+    return nonce
+
+
+def _proof(role: str, nonces: str, config: TransportConfig) -> dict[str, Any]:
+    identity = asdict(config.identity)
+    return {"identity": identity, "mac": _mac(role, nonces, identity, config.secret)}
+
+
+def _proves(record: dict[str, Any], role: str, nonces: str, secret: bytes) -> bool:
+    mac = record.get("mac")
+    wanted = _mac(role, nonces, record.get("identity"), secret)
+    return isinstance(mac, str) and hmac.compare_digest(mac.encode(errors="replace"), wanted.encode())
+
+
+def _mac(role: str, nonces: str, identity: Any, secret: bytes) -> str:
+    text = json.dumps(["jdisagg", PROTOCOL, role, nonces, identity], sort_keys=True)
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+# Peers that have connected and not yet proved that they share our secret: so many at once, and each for so long.
+#
+# Whoever has the secret proves it in milliseconds. So where there are too many, one of those that wait the
+# longest is cut off, of the host that has the most: strangers who say nothing are in nobody's way but their own.
+
+
+@dataclass(eq=False, slots=True)
+class _Handshake:
+    host: str
+    since_s: float
+    cut: Callable[[], object]
+    was_cut: bool = False
+
+
+class PendingHandshakes:
+    """At most `limit` at once, each for at most `timeout_s` seconds. Any thread may call."""
+
+    def __init__(self, limit: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._timeout_s, self._clock = limit, timeout_s, clock
+        self._lock = threading.Lock()
+        self._pending: dict[_Handshake, None] = {}  # in the order they came
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @contextmanager
+    def admit(self, host: str, cut: Callable[[], object]) -> Iterator[None]:
+        """For the time of a handshake; `cut` ends it, from any thread. Raises PeerDead where it was called."""
+        handshake = _Handshake(host, self._clock(), cut)
+        with self._lock:
+            self._pending[handshake] = None
+            crowded = [self._take_longest()] if len(self._pending) > self._limit else []
+        self._cut(crowded)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pending.pop(handshake, None)
+        if handshake.was_cut:
+            raise PeerDead(f"a peer of {host} was cut off in the middle of its handshake")
+
+    def sweep(self) -> None:
+        """Cuts off who has taken too long."""
+        oldest_s = self._clock() - self._timeout_s
+        with self._lock:
+            late = [handshake for handshake in self._pending if handshake.since_s < oldest_s]
+            for handshake in late:
+                self._take(handshake)
+        self._cut(late)
+
+    def _take_longest(self) -> _Handshake:
+        """The one that has waited longest, of the host that has the most."""
+        fullest = Counter(handshake.host for handshake in self._pending).most_common(1)[0][0]
+        handshake = next(handshake for handshake in self._pending if handshake.host == fullest)
+        self._take(handshake)
+        return handshake
+
+    def _take(self, handshake: _Handshake) -> None:
+        del self._pending[handshake]
+        handshake.was_cut = True
+
+    def _cut(self, handshakes: list[_Handshake]) -> None:
+        for handshake in handshakes:
+            handshake.cut()
+
 
 log = logging.getLogger("jdisagg.kv")
 

@@ -28,13 +28,10 @@ from nixl_cu12 import nixl_agent, nixl_agent_config, nixl_thread_sync_t  # pyrig
 
 from jdisagg.core.errors import BadTicket, PeerDead, TransferRefused
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.connection import Connection
-from jdisagg.kv.transport.connection_pool import exchange
-from jdisagg.kv.transport.deadline import Deadline
-from jdisagg.kv.transport.endpoint import Endpoint
-from jdisagg.kv.transport.listener import listen_tcp
+from jdisagg.kv.transport.connection import Connection, Deadline
+from jdisagg.kv.transport.endpoint import Endpoint, exchange
+from jdisagg.kv.transport.listener import Ended, Offer, listen_tcp
 from jdisagg.kv.transport.memory import BufferLease, Buffers, offsets_of
-from jdisagg.kv.transport.offers import Ended, Offer
 from jdisagg.kv.transport.tcp import host_bytes, start_host_copies
 from jdisagg.kv.transport.ticket import Ticket
 

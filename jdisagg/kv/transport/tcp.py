@@ -16,12 +16,10 @@ import numpy as np
 from jax import Array
 
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.connection import Connection
-from jdisagg.kv.transport.deadline import Deadline
+from jdisagg.kv.transport.connection import Connection, Deadline
 from jdisagg.kv.transport.endpoint import Endpoint
-from jdisagg.kv.transport.listener import listen_tcp
+from jdisagg.kv.transport.listener import Ended, Offer, listen_tcp
 from jdisagg.kv.transport.memory import BufferLease, Buffers
-from jdisagg.kv.transport.offers import Ended, Offer
 from jdisagg.kv.transport.ticket import Ticket
 
 

@@ -2,13 +2,20 @@
 
 from dataclasses import replace
 
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import Latent, ModelConfig, RopeScaling
-from jdisagg.model.families.expert_numbers import experts_per_token
-from jdisagg.model.families.family import ExpertNames, Family, Numbers, biases_of_attention
+from jdisagg.core.model_config import Experts, Latent, ModelConfig, RopeScaling
+from jdisagg.model.families.family import ExpertNames, Family, Numbers, biases_of_attention, experts_per_token
 from jdisagg.model.files import Fields, Json
-from jdisagg.model.limits import MOST_CHANNELS, MOST_EXPERTS, MOST_FACTOR, MOST_HEAD_DIM, MOST_LAYERS
-from jdisagg.model.rope_config import mscale, rope_json, rope_part, whole_rope
+from jdisagg.model.rope_config import (
+    MOST_CHANNELS,
+    MOST_EXPERTS,
+    MOST_FACTOR,
+    MOST_HEAD_DIM,
+    MOST_LAYERS,
+    mscale,
+    rope_json,
+    rope_part,
+    whole_rope,
+)
 
 DEFAULTS = {
     "kv_lora_rank": 512,

@@ -9,7 +9,7 @@ from typing import Any
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.files import Fields, Json, shown
-from jdisagg.model.limits import MOST_POSITIONS
+from jdisagg.model.rope_config import MOST_EXPERTS, MOST_POSITIONS
 
 Numbers = Mapping[str, Any]  # fields of `ModelConfig`
 # null means none, not a default
@@ -84,3 +84,26 @@ def layer_windows(read: Fields, window: int | None, implied: Callable[[int], boo
 
 def windows_where(window: int, slides: Sequence[bool]) -> tuple[int | None, ...]:
     return tuple(window if each else None for each in slides) if any(slides) else ()
+
+
+# What families with experts say alike.
+
+NUMBER_KEYS = ("num_local_experts", "num_experts")  # transformers 5 writes the first for all families
+
+
+def number_of_experts(read: Fields) -> int:
+    """How many experts a layer has."""
+    key = next((key for key in NUMBER_KEYS if read.raw.get(key) is not None), NUMBER_KEYS[0])
+    return read.needed(key, MOST_EXPERTS)
+
+
+def experts_per_token(read: Fields, number: int) -> int:
+    """How many of `number` experts a token is sent to."""
+    return read.needed("num_experts_per_tok", number)
+
+
+def experts_json(config: ModelConfig) -> Json:
+    """Windows, and how many experts there are, as the families of here read them."""
+    assert config.experts is not None, config
+    counts = {"num_local_experts": config.experts.number, "num_experts_per_tok": config.experts.per_token}
+    return {**windows_json(config), **counts}

@@ -14,8 +14,7 @@ from jdisagg.model.families.family import (
     windows_json,
 )
 from jdisagg.model.files import Fields, Json, shown
-from jdisagg.model.limits import MOST_LAYERS, MOST_THETA
-from jdisagg.model.rope_config import first_said, rope_json, rope_of
+from jdisagg.model.rope_config import MOST_LAYERS, MOST_THETA, first_said, rope_json, rope_of
 
 MOST_CAP = 1e6
 DEFAULTS = {

@@ -1,18 +1,20 @@
 """gpt-oss (OpenAI 2025): sinks, a window on every other layer, biases, experts with a gate of their own."""
 
 from jdisagg.core.errors import UnsupportedModel
-from jdisagg.core.experts import Experts
-from jdisagg.model.families.expert_numbers import experts_json, experts_per_token, number_of_experts
+from jdisagg.core.model_config import Experts
 from jdisagg.model.families.family import (
     ExpertNames,
     Family,
     Numbers,
     biases_of_attention,
+    experts_json,
+    experts_per_token,
     layer_windows,
+    number_of_experts,
     window_size,
 )
 from jdisagg.model.files import Fields
-from jdisagg.model.limits import MOST_CHANNELS
+from jdisagg.model.rope_config import MOST_CHANNELS
 
 LIMIT = 7.0  # at which experts clamp
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}

@@ -1,10 +1,18 @@
 """Mixtral: a Mistral with experts in every layer (Jiang et al. 2024)."""
 
-from jdisagg.core.experts import Experts
-from jdisagg.model.families.expert_numbers import experts_json, experts_per_token, number_of_experts
-from jdisagg.model.families.family import ExpertNames, Family, Numbers, layer_windows, window_size
+from jdisagg.core.model_config import Experts
+from jdisagg.model.families.family import (
+    ExpertNames,
+    Family,
+    Numbers,
+    experts_json,
+    experts_per_token,
+    layer_windows,
+    number_of_experts,
+    window_size,
+)
 from jdisagg.model.files import Fields
-from jdisagg.model.limits import MOST_CHANNELS
+from jdisagg.model.rope_config import MOST_CHANNELS
 
 
 def _numbers(read: Fields) -> Numbers:

@@ -7,8 +7,7 @@ what would have to be computed anew is refused. Such a model is served up to its
 from jdisagg.core.model_config import ModelConfig, RopeScaling
 from jdisagg.model.families.family import Family, Numbers, layer_windows, window_size, windows_json
 from jdisagg.model.files import Fields, Json
-from jdisagg.model.limits import MOST_HEAD_DIM, MOST_HEADS
-from jdisagg.model.rope_config import longrope, rope_json, rope_of, rope_part
+from jdisagg.model.rope_config import MOST_HEAD_DIM, MOST_HEADS, longrope, rope_json, rope_of, rope_part
 
 
 def _numbers(read: Fields) -> Numbers:

@@ -10,7 +10,7 @@ from jdisagg.model.families.family import (
     windows_json,
 )
 from jdisagg.model.files import Fields, Json
-from jdisagg.model.limits import MOST_POSITIONS
+from jdisagg.model.rope_config import MOST_POSITIONS
 
 DEFAULTS = {
     "max_position_embeddings": 32_768,

@@ -1,12 +1,19 @@
 """Qwen 3 with experts, in all layers or some."""
 
-from jdisagg.core.experts import Experts
-from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.families.expert_numbers import NUMBER_KEYS, experts_json, experts_per_token, number_of_experts
-from jdisagg.model.families.family import ExpertNames, Family, Numbers, biases_of_attention
+from jdisagg.core.model_config import Experts, ModelConfig
+from jdisagg.model.families.family import (
+    NUMBER_KEYS,
+    ExpertNames,
+    Family,
+    Numbers,
+    biases_of_attention,
+    experts_json,
+    experts_per_token,
+    number_of_experts,
+)
 from jdisagg.model.families.qwen import DEFAULTS, windows
 from jdisagg.model.files import Fields, Json
-from jdisagg.model.limits import MOST_CHANNELS, MOST_LAYERS
+from jdisagg.model.rope_config import MOST_CHANNELS, MOST_LAYERS
 
 DEFAULT_EXPERTS = 128
 

@@ -6,17 +6,384 @@ What is not in the table, or would be read wrongly, is refused by name with what
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from jdisagg.core.errors import UnsupportedModel
+import ml_dtypes
+import numpy as np
+
+from jdisagg.core.errors import MissingTensor, UnsupportedModel, WrongShape
 from jdisagg.model.files import Fields, read_json, shown
-from jdisagg.model.quantized.awq import AWQ
-from jdisagg.model.quantized.awq import BITS as AWQ_BITS
-from jdisagg.model.quantized.gptq import GPTQ
-from jdisagg.model.quantized.mxfp4 import MXFP4
-from jdisagg.model.quantized.packed import Packed
-from jdisagg.model.quantized.scaled import Scaled
-from jdisagg.model.quantized.scheme import Quantization, Scheme
+from jdisagg.model.names import Index
+from jdisagg.model.quantized.tensors import (
+    SCALES,
+    Shape,
+    blocks_of,
+    ceil_div,
+    groups_of,
+    matrix,
+    needed,
+    read_f32,
+    scaled,
+    unpacked,
+    words_of,
+)
+from jdisagg.model.sources import FLOATS, Source
+
+# AWQ, the "gemm" order: four-bit numbers [in, out], eight along the outputs in an int32, with zero points
+# likewise.
+
+BITS = 4
+PER_WORD = 32 // BITS
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight outputs of a word, which four bits of it are theirs
+
+
+@dataclass(frozen=True, slots=True)
+class AWQ:
+    """Groups of `group_size` inputs share a scale and a zero point; 0: all of them."""
+
+    group_size: int
+    label: str = ""
+    plain: str = ".weight"
+    numbers: str = ".qweight"
+    beside: tuple[str, ...] = (".qzeros", ".scales")
+
+    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+        inputs, words = matrix(source, stem + ".qweight", ("int32",))
+        groups = ceil_div(inputs, self.group_size or inputs)
+        needed(source, stem + ".qzeros", ("int32",), ((groups, words),))
+        needed(source, stem + ".scales", FLOATS, ((groups, words * PER_WORD),))
+        return words * PER_WORD, inputs
+
+    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+        inputs = self.shape(source, stem)[1]
+        outputs, span = index
+        words, inside = words_of(outputs, BITS)
+        groups, group_of = blocks_of(span, self.group_size or inputs)
+        stored = source.read(stem + ".qweight", (span, words))
+        zeros = _numbers(source.read(stem + ".qzeros", (groups, words)))[:, inside].astype(np.float32)
+        scales = read_f32(source, stem + ".scales", (groups, outputs))
+        width = outputs.stop - outputs.start
+        return scaled(lambda strip: _numbers(stored[strip])[:, inside], group_of, width, scales, zeros, transposed=True)
+
+
+def _numbers(words: np.ndarray) -> np.ndarray:
+    """u8[rows, 8 x words] in the order of the outputs."""
+    return unpacked(words, BITS, PLACES)
+
+
+# fp8 and int8 weights [out, in] with a scale for the tensor, each row, each block, or each group along a row.
+#
+# fp8 of DeepSeek V3 and Qwen3 (`weight_scale_inv`, blocks), of FBGEMM, ModelOpt, AutoFP8 and compressed-tensors
+# (`weight_scale`), and int8 of compressed-tensors. Whatever the scale is called, a number is multiplied by it.
+
+SCALE_NAMES = (".weight_scale_inv", ".weight_scale")
+ZERO = ".weight_zero_point"
+FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """`block` is [rows, columns] that share a scale; None: one scale for the tensor or for each row, as it is found."""
+
+    dtype: str  # float8_e4m3fn or int8
+    block: tuple[int, int] | None = None
+    label: str = ""
+    plain: str = ".weight"
+    numbers: str = ".weight"
+    beside: tuple[str, ...] = (*SCALE_NAMES, ZERO)
+
+    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+        found = matrix(source, stem + self.numbers, (self.dtype,))
+        scales = needed(source, _scale_name(source, stem), SCALES, self._scale_shapes(found))
+        if source.shape(stem + ZERO) is not None:
+            needed(source, stem + ZERO, ("int8",), (scales,))
+        return found
+
+    def _scale_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        if self.block is not None:
+            return (tuple(map(ceil_div, shape, self.block)),)
+        return (), (1,), (1, 1), (shape[0], 1), (shape[0],)
+
+    @property
+    def of_products(self) -> str:
+        """What products call the dtype of the numbers."""
+        return "int8" if self.dtype == "int8" else "fp8"
+
+    def channels(self, source: Source, stem: str) -> Channels | None:
+        """As it is stored, where rows of numbers have one scale each, or all the same, and no zero points."""
+        self.shape(source, stem)
+        is_scaled = self.block is None and source.shape(stem + ZERO) is None
+        return Channels(source, stem + self.numbers, _scale_name(source, stem), self.of_products) if is_scaled else None
+
+    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+        shape, name = self.shape(source, stem), _scale_name(source, stem)
+        block = self.block or ((1 if _size(source, name) == shape[0] else shape[0]), shape[1])
+        (rows, row_of), (columns, column_of) = (blocks_of(*each) for each in zip(index, block, strict=True))
+        stored = source.read(stem + self.numbers, index)
+        zeros = None if source.shape(stem + ZERO) is None else _grid(source, stem + ZERO, rows, columns)
+        scales = _grid(source, name, rows, columns)
+        places = column_of if scales.shape[1] > 1 else None
+        return scaled(lambda strip: _f32(stored[strip]), row_of, stored.shape[1], scales, zeros, places)
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """A tensor of int8 or fp8 numbers, and that of their scales."""
+
+    source: Source
+    name: str
+    scale: str
+    dtype: str
+
+    def numbers(self, index: Index) -> np.ndarray:
+        return self.source.read(self.name, index)
+
+    def scales(self, rows: slice) -> np.ndarray:
+        """One for all is each row's."""
+        count = rows.stop - rows.start
+        is_one = _size(self.source, self.scale) == 1
+        found = _grid(self.source, self.scale, slice(0, 1) if is_one else rows, slice(0, 1))
+        return np.ascontiguousarray(np.broadcast_to(found[:, 0], count))
+
+
+def _scale_name(source: Source, stem: str) -> str:
+    found = next((name for name in SCALE_NAMES if source.shape(stem + name) is not None), None)
+    if found is None:
+        names = " or ".join(stem + name for name in SCALE_NAMES)
+        raise MissingTensor(f"tensor {names} is not in {source.place}; {stem}.weight is quantised and needs it")
+    return stem + found
+
+
+def _size(source: Source, name: str) -> int:
+    return int(np.prod(source.shape(name) or ()))
+
+
+def _grid(source: Source, name: str, rows: slice, columns: slice) -> np.ndarray:
+    """f32[rows, columns] of scales, however many dimensions they are stored in."""
+    index = (rows, columns)[: len(source.shape(name) or ())]
+    return read_f32(source, name, index).reshape(rows.stop - rows.start, columns.stop - columns.start)
+
+
+def _f32(stored: np.ndarray) -> np.ndarray:
+    """By a table: ml_dtypes casts eight bits one by one."""
+    return stored.astype(np.float32) if stored.dtype == np.int8 else np.take(FP8_VALUES, stored.view(np.uint8))
+
+
+# compressed-tensors' "pack-quantized": numbers [out, in] of 4 or 8 bits, in int32 along a row, unsigned by
+# offset.
+
+PACKED_ZERO, GROUPS = ".weight_zero_point", ".weight_g_idx"
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Groups of `group_size` inputs (0: a whole row) share a scale, and a zero point where `zero_points`."""
+
+    bits: int
+    group_size: int
+    zero_points: bool
+    any_order: bool = False  # which inputs are a group is for `weight_g_idx` to say
+    label: str = ""
+    plain: str = ".weight"
+    numbers: str = ".weight_packed"
+    beside: tuple[str, ...] = (".weight_scale", ".weight_shape", PACKED_ZERO, GROUPS)
+
+    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+        each = 32 // self.bits
+        needed(source, stem + ".weight_shape", ("int64", "int32"), ((2,),))
+        outputs, inputs = map(int, source.read(stem + ".weight_shape", (slice(0, 2),)))
+        if min(outputs, inputs) < 1:
+            raise WrongShape(
+                f"tensor {stem}.weight_shape in {source.place} is {[outputs, inputs]}; needed: sizes over 0"
+            )
+        needed(source, stem + self.numbers, ("int32",), ((outputs, ceil_div(inputs, each)),))
+        groups = ceil_div(inputs, self.group_size or inputs)
+        needed(source, stem + ".weight_scale", FLOATS, ((outputs, groups),))
+        if self.zero_points:
+            needed(source, stem + PACKED_ZERO, ("int32",), ((ceil_div(outputs, each), groups),))
+        if self.any_order or source.shape(stem + GROUPS) is not None:
+            needed(source, stem + GROUPS, ("int32", "int64"), ((inputs,),))
+        return outputs, inputs
+
+    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+        inputs = self.shape(source, stem)[1]
+        outputs, span = index
+        words, inside = words_of(span, self.bits)
+        size = self.group_size or inputs
+        groups, group_of = groups_of(source, stem + GROUPS, span, size, ceil_div(inputs, size))
+        stored = source.read(stem + self.numbers, (outputs, words))
+        scales = read_f32(source, stem + ".weight_scale", (outputs, groups))
+        zeros = np.full((1, 1), 1 << (self.bits - 1), np.float32)  # what a number of 0 is stored as
+        if self.zero_points:
+            zeros = self._zeros(source, stem, outputs, groups)
+        return scaled(
+            lambda strip: unpacked(stored[strip], self.bits)[:, inside],
+            np.arange(len(stored)),
+            len(group_of),
+            scales,
+            np.broadcast_to(zeros, scales.shape),
+            group_of,
+        )
+
+    def _zeros(self, source: Source, stem: str, outputs: slice, groups: slice) -> np.ndarray:
+        """f32[outputs, groups]; they are packed along the outputs."""
+        words, inside = words_of(outputs, self.bits)
+        return unpacked(source.read(stem + PACKED_ZERO, (words, groups)).T, self.bits)[:, inside].T.astype(np.float32)
+
+
+# MXFP4 of gpt-oss: experts' matrices [E, out, in] in blocks of 32 four-bit floats that share a power of two.
+#
+# The network's tensor is [E, in, out], as checkpoints of gpt-oss in bfloat16 store it.
+
+BLOCK = 32
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# E8M0: of the bytes that scales are, the powers of two; the last is no number.
+POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP4:
+    """Two numbers a byte, the lower half first."""
+
+    label: str = "mxfp4, blocks of 32"
+    plain: str = ""
+    numbers: str = "_blocks"
+    beside: tuple[str, ...] = ("_scales",)
+
+    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+        found = needed(source, stem + "_blocks", ("uint8",))
+        if len(found) != 4 or found[3] != BLOCK // 2:
+            raise WrongShape(
+                f"tensor {stem}_blocks in {source.place} has shape {list(found)};"
+                f" needed: experts, outputs, blocks and {BLOCK // 2} bytes"
+            )
+        needed(source, stem + "_scales", ("uint8",), (found[:3],))
+        return found[0], found[2] * BLOCK, found[1]
+
+    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+        self.shape(source, stem)
+        experts, span, outputs = index
+        out = np.empty([part.stop - part.start for part in index], np.float32)
+        for place, expert in enumerate(range(experts.start, experts.stop)):
+            out[place] = self._read_expert(source, stem, expert, span, outputs)
+        return out
+
+    def _read_expert(self, source: Source, stem: str, expert: int, span: slice, outputs: slice) -> np.ndarray:
+        """f32[span, outputs]"""
+        blocks, block_of = blocks_of(span, BLOCK)
+        one = slice(expert, expert + 1)
+        stored = source.read(stem + "_blocks", (one, outputs, blocks, slice(0, BLOCK // 2)))[0]
+        octets = stored.reshape(len(stored), -1)
+        inside = slice(span.start - blocks.start * BLOCK, span.stop - blocks.start * BLOCK)
+        scales = POWERS[source.read(stem + "_scales", (one, outputs, blocks))[0]]
+        return scaled(
+            lambda strip: np.take(E2M1, _halves(octets[strip])[:, inside]),
+            np.arange(len(octets)),
+            len(block_of),
+            scales,
+            columns=block_of,
+            transposed=True,
+        )
+
+
+def _halves(octets: np.ndarray) -> np.ndarray:
+    out = np.empty((len(octets), octets.shape[1] * 2), np.uint8)
+    out[:, 0::2], out[:, 1::2] = octets & 15, octets >> 4
+    return out
+
+
+# GPTQ: numbers [in, out] of 2, 4 or 8 bits, packed along the inputs, in groups that may be any inputs (`g_idx`).
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQ:
+    """Groups of `group_size` inputs (0: all) share a scale and a zero point, stored less `zero_offset`."""
+
+    bits: int
+    group_size: int
+    any_order: bool  # `desc_act`: which inputs are a group is for `g_idx` to say
+    zero_offset: int  # 1 in the first format, 0 in gptq_v2
+    label: str = ""
+    plain: str = ".weight"
+    numbers: str = ".qweight"
+    beside: tuple[str, ...] = (".qzeros", ".scales", ".g_idx")
+
+    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+        each = 32 // self.bits
+        words, outputs = matrix(source, stem + ".qweight", ("int32",))
+        inputs = words * each
+        groups = ceil_div(inputs, self.group_size or inputs)
+        needed(source, stem + ".qzeros", ("int32",), ((groups, ceil_div(outputs, each)),))
+        needed(source, stem + ".scales", FLOATS, ((groups, outputs),))
+        if self.any_order or source.shape(stem + ".g_idx") is not None:
+            needed(source, stem + ".g_idx", ("int32", "int64"), ((inputs,),))
+        return outputs, inputs
+
+    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+        inputs = self.shape(source, stem)[1]
+        outputs, span = index
+        size = self.group_size or inputs
+        groups, group_of = groups_of(source, stem + ".g_idx", span, size, ceil_div(inputs, size))
+        words, inside = words_of(span, self.bits)
+        stored = source.read(stem + ".qweight", (words, outputs)).T
+        zero_words, inside_zeros = words_of(outputs, self.bits)
+        zeros = unpacked(source.read(stem + ".qzeros", (groups, zero_words)), self.bits)[:, inside_zeros]
+        scales = read_f32(source, stem + ".scales", (groups, outputs))
+        return scaled(
+            lambda strip: unpacked(stored[strip], self.bits)[:, inside],
+            np.arange(outputs.stop - outputs.start),
+            len(group_of),
+            np.ascontiguousarray(scales.T),
+            zeros.T.astype(np.float32) + self.zero_offset,
+            group_of,
+        )
+
+
+# What a way of quantising weights is to a source: which tensors make one of the network's, and its slices.
+
+
+class Scheme(Protocol):
+    """One way of storing weights. A weight `X` + `plain` is stored as `X` + `numbers`, its scales in `X` + `beside`."""
+
+    @property
+    def label(self) -> str:
+        """As a reader knows it, with bits and groups."""
+        ...
+
+    @property
+    def plain(self) -> str:
+        """How a weight's name ends for the network."""
+        ...
+
+    @property
+    def numbers(self) -> str:
+        """How the name of the tensor that holds its numbers ends; may be the same as `plain`."""
+        ...
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """How the names of tensors end that are nothing without it."""
+        ...
+
+    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+        """The plain weight's shape. Raises a `CheckpointError` where one of its tensors is not as it must be."""
+        ...
+
+    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+        """The slice of the plain weight in float32, from those bytes only that it takes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What a checkpoint says of its weights, and of what it means to be rounded as well and is not here."""
+
+    scheme: Scheme
+    activations: bool = False  # products are meant to take them quantised
+    kv_cache: bool = False  # there are scales for KV pages
+
 
 KEYS = ("quantization_config", "compression_config")  # the second is what compressed-tensors wrote first
 MODELOPT_FILE = "hf_quant_config.json"  # where ModelOpt wrote it before it was in config.json
@@ -102,12 +469,12 @@ def _modelopt(read: Fields) -> Quantization:
 
 
 def _awq(read: Fields) -> Quantization:
-    _one_of(read, "bits" if "bits" in read.raw else "w_bit", (AWQ_BITS,), AWQ_BITS)
+    _one_of(read, "bits" if "bits" in read.raw else "w_bit", (BITS,), BITS)
     _one_of(read, "zero_point", (True,), True)
     layout = "version" if "version" in read.raw else "format"
     _one_of(read, layout, ("gemm", "GEMM"), "gemm")
     size = _group_size(read, "group_size", "q_group_size")
-    return Quantization(AWQ(size, f"awq of {AWQ_BITS} bits, {_groups(size)}"))
+    return Quantization(AWQ(size, f"awq of {BITS} bits, {_groups(size)}"))
 
 
 def _gptq(read: Fields) -> Quantization:

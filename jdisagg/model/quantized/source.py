@@ -11,8 +11,7 @@ from math import prod
 import numpy as np
 
 from jdisagg.model.names import Index
-from jdisagg.model.quantized.scaled import Scaled
-from jdisagg.model.quantized.scheme import Quantization, Scheme
+from jdisagg.model.quantized.config import Quantization, Scaled, Scheme
 from jdisagg.model.sources import FLOATS, HFSource, StoredChannels
 
 OF_PAGES = (".k_scale", ".v_scale", ".kv_scale")

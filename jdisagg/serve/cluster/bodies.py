@@ -19,9 +19,9 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.serve.cluster.remote_kv import read_notice
 from jdisagg.serve.cluster.remote_pages import read_lent
-from jdisagg.serve.remote_metrics import Samples, read_samples
-from jdisagg.serve.reshaping import ReshapeTimes
-from jdisagg.serve.transfer_stats import TransferStats, read_transfer_stats
+from jdisagg.serve.driver.role_change import ReshapeTimes
+from jdisagg.serve.observability.records import TransferStats, read_transfer_stats
+from jdisagg.serve.observability.worker_metrics import Samples, read_samples
 
 
 def read_word(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfig | None) -> Message | None:

@@ -13,7 +13,7 @@ import grpc
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.serve.private_files import read_private
+from jdisagg.serve.deploy.private_files import read_private
 
 
 def server_credentials(settings: Settings) -> grpc.ServerCredentials | None:

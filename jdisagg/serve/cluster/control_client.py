@@ -18,7 +18,7 @@ import grpc
 from jdisagg.core.authenticated_channel import AuthenticatedChannel, mac_of
 from jdisagg.core.errors import JdisaggError, PeerDead, PeerMismatch
 from jdisagg.kv.transport.config import Identity
-from jdisagg.kv.transport.handshake import compare
+from jdisagg.kv.transport.listener import compare
 from jdisagg.policy.lease import Witness
 from jdisagg.serve.cluster.control_server import OPTIONS
 from jdisagg.serve.cluster.link import (

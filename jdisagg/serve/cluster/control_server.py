@@ -22,8 +22,7 @@ from jdisagg.core.authenticated_channel import AuthenticatedChannel, mac_of
 from jdisagg.core.codec import shown
 from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerDead, PeerMismatch
 from jdisagg.kv.transport.config import Identity
-from jdisagg.kv.transport.handshake import compare
-from jdisagg.kv.transport.pending_handshakes import PendingHandshakes
+from jdisagg.kv.transport.listener import PendingHandshakes, compare
 from jdisagg.serve.cluster.link import (
     HANDSHAKE_S,
     METHOD,

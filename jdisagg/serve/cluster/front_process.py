@@ -14,9 +14,9 @@ from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.fronts import FrontNode
 from jdisagg.serve.cluster.periodic import PeriodicTask
 from jdisagg.serve.cluster.processes import heartbeat_of, identity_of, read_secret
-from jdisagg.serve.deployment import Deployment
-from jdisagg.serve.local import LocalService
-from jdisagg.serve.metrics import Metrics
+from jdisagg.serve.deploy.deployment import Deployment
+from jdisagg.serve.driver.local_service import LocalService
+from jdisagg.serve.observability.metrics import Metrics
 
 REPORT_S = 1.0
 

@@ -37,8 +37,8 @@ from jdisagg.engine.executor import Executor, Shipment
 from jdisagg.serve.cluster.bodies import read_shift_s
 from jdisagg.serve.cluster.control_server import ServerCallbacks
 from jdisagg.serve.cluster.link import Link
-from jdisagg.serve.driver import LiveDriver
-from jdisagg.serve.tier_moves import Lent
+from jdisagg.serve.driver.driver import LiveDriver
+from jdisagg.serve.driver.kv_moves import Lent
 
 log = logging.getLogger("jdisagg.cluster")
 

@@ -18,7 +18,7 @@ from typing import Any
 from jdisagg.core.codec import encode, shown
 from jdisagg.core.errors import LateWord, SenselessWord, TransferRefused
 from jdisagg.core.events import ROUTER, Received, RouterFound, RouterLost, Send
-from jdisagg.core.group_shards import of_one_process
+from jdisagg.core.layout.reshard import of_one_process
 from jdisagg.core.messages import Abort, AbortAck, Adopt, Joined, Message
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
@@ -32,14 +32,14 @@ from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
 from jdisagg.serve.cluster.remote_pages import offer_records, pull_records, read_lent
 from jdisagg.serve.cluster.role_options import options_json
-from jdisagg.serve.driver import LiveDriver
-from jdisagg.serve.executors import failure_of
-from jdisagg.serve.readers import Readers
-from jdisagg.serve.remote_metrics import MergedRegistry, samples_of
-from jdisagg.serve.reshaping import ReshapeTimes
-from jdisagg.serve.shapes import WorkerShapes
-from jdisagg.serve.tier_moves import Lent
-from jdisagg.serve.transfer_stats import transfer_stats_of
+from jdisagg.serve.deploy.deployment import WorkerShapes
+from jdisagg.serve.driver.driver import LiveDriver
+from jdisagg.serve.driver.executors import failure_of
+from jdisagg.serve.driver.kv_moves import Lent
+from jdisagg.serve.driver.readers import Readers
+from jdisagg.serve.driver.role_change import ReshapeTimes
+from jdisagg.serve.observability.records import transfer_stats_of
+from jdisagg.serve.observability.worker_metrics import MergedRegistry, samples_of
 
 log = logging.getLogger("jdisagg.cluster")
 

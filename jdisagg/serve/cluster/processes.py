@@ -33,17 +33,6 @@ from jdisagg.model.checkpoint import read_defaults
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.build import (
-    Progress,
-    asked_observers,
-    autoscaling_of,
-    load_executors,
-    router_config,
-    scaling_observers,
-    shape_finder,
-    warm,
-    watch_experts,
-)
 from jdisagg.serve.cluster.certificates import kv_contexts, server_credentials
 from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.fronts import RouterFronts
@@ -54,18 +43,28 @@ from jdisagg.serve.cluster.profiles import RouterProfiles
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
 from jdisagg.serve.cluster.role_options import options_of
 from jdisagg.serve.cluster.router_node import RouterNode
-from jdisagg.serve.compression_costs import post_compression_costs
-from jdisagg.serve.deployment import Deployment, model_fingerprint
-from jdisagg.serve.holders import holders_of
-from jdisagg.serve.local import LocalService
-from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.pools import Pools
-from jdisagg.serve.private_files import read_private
-from jdisagg.serve.record_file import open_journal
-from jdisagg.serve.records import DebugState, Records
-from jdisagg.serve.reshaping import MeshReshaper
-from jdisagg.serve.tier_moves import WorkerStores
-from jdisagg.serve.tier_stores import open_stores, post_found
+from jdisagg.serve.deploy.assemble import (
+    Progress,
+    asked_observers,
+    autoscaling_of,
+    load_executors,
+    router_config,
+    scaling_observers,
+    shape_finder,
+    warm,
+    watch_experts,
+)
+from jdisagg.serve.deploy.compression_costs import post_compression_costs
+from jdisagg.serve.deploy.deployment import Deployment, model_fingerprint
+from jdisagg.serve.deploy.pools import Pools
+from jdisagg.serve.deploy.private_files import read_private
+from jdisagg.serve.driver.kv_moves import WorkerStores
+from jdisagg.serve.driver.local_service import LocalService
+from jdisagg.serve.driver.role_change import MeshReshaper
+from jdisagg.serve.driver.tier_stores import open_stores, post_found
+from jdisagg.serve.observability.cluster_view import holders_of
+from jdisagg.serve.observability.metrics import Metrics
+from jdisagg.serve.observability.records import DebugState, Records, open_journal
 
 ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
 ROUTER_ROLE = "router"

@@ -21,7 +21,7 @@ from jdisagg.serve.cluster.control_client import ClientCallbacks
 from jdisagg.serve.cluster.control_server import ServerCallbacks
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.remote_kv import read_peer
-from jdisagg.serve.device_trace import LONGEST_S, ROUTER_PROCESS, Busy, Files, Profiles, device_trace
+from jdisagg.serve.observability.tracing import LONGEST_S, ROUTER_PROCESS, Busy, Files, Profiles, device_trace
 
 log = logging.getLogger("jdisagg.cluster")
 

@@ -21,20 +21,17 @@ from jax import Array
 from jdisagg.core.codec import decode_as, encode
 from jdisagg.core.errors import BadTicket, ConfigError, DecodeError, PeerMismatch, SenselessWord, TransportError
 from jdisagg.core.events import KVArrived
-from jdisagg.core.group_shards import Holders, senders, shards_held
-from jdisagg.core.kv_layout import NULL_PAGE
+from jdisagg.core.layout.kv_layout import NULL_PAGE
+from jdisagg.core.layout.reshard import Holders, StageShape, plan_heads, senders, shards_held
 from jdisagg.core.protocol import MOST_LAYERS, check_transfer
 from jdisagg.core.request import Attempt, WorkerId
-from jdisagg.core.reshard import StageShape, plan_heads
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.kv.packing import HeadSlices
-from jdisagg.kv.shipping import LandedKV, PackedKV, Seats
+from jdisagg.kv.shipping import HeadSlices, LandedKV, PackedKV, Seats
 from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.protocol import Transport
-from jdisagg.kv.transport.ticket import Ticket, TransferId, read_ticket
+from jdisagg.kv.transport.ticket import Ticket, TransferId, Transport, read_ticket
 from jdisagg.parallel.submesh import Device
 from jdisagg.serve.cluster.tickets import Tickets
 

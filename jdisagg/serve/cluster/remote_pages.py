@@ -18,7 +18,7 @@ from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.kv.transport.ticket import Ticket, TransferId, read_ticket
 from jdisagg.parallel.submesh import Device
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
-from jdisagg.serve.tier_moves import Lent
+from jdisagg.serve.driver.kv_moves import Lent
 
 LONGEST_FINGERPRINT = 64
 

@@ -17,8 +17,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.serve.cluster.remote_kv import PeerRecord
-from jdisagg.serve.deployment import Deployment
-from jdisagg.serve.shapes import WorkerShapes, shapes_of
+from jdisagg.serve.deploy.deployment import Deployment, WorkerShapes, shapes_of
 
 MOST_OPTIONS, LONGEST_TEXT = 64, 1000
 

@@ -22,10 +22,10 @@ from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.nodes import Node
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
 from jdisagg.serve.cluster.role_options import read_all_options
-from jdisagg.serve.places import Place, place_of
-from jdisagg.serve.reshaping import ReshapeTimes
-from jdisagg.serve.shapes import WorkerShapes
-from jdisagg.serve.transfer_stats import TransferStats, transfer_stats_of
+from jdisagg.serve.deploy.deployment import WorkerShapes
+from jdisagg.serve.deploy.pools import Place, place_of
+from jdisagg.serve.driver.role_change import ReshapeTimes
+from jdisagg.serve.observability.records import TransferStats, transfer_stats_of
 
 log = logging.getLogger("jdisagg.cluster")
 

@@ -13,11 +13,6 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.build import (
-    Progress,
-    load_executors,
-    warm,
-)
 from jdisagg.serve.cluster.certificates import channel_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.health import HealthServer
@@ -36,12 +31,12 @@ from jdisagg.serve.cluster.processes import (
 from jdisagg.serve.cluster.profiles import WorkerProfiles
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
 from jdisagg.serve.cluster.role_options import options_of
-from jdisagg.serve.compression_costs import post_compression_costs
-from jdisagg.serve.deployment import Deployment
-from jdisagg.serve.driver import LiveDriver
-from jdisagg.serve.remote_metrics import PUSH_INTERVAL_S
-from jdisagg.serve.shapes import WorkerShapes
-from jdisagg.serve.tier_stores import open_stores, post_found
+from jdisagg.serve.deploy.assemble import Progress, load_executors, warm
+from jdisagg.serve.deploy.compression_costs import post_compression_costs
+from jdisagg.serve.deploy.deployment import Deployment, WorkerShapes
+from jdisagg.serve.driver.driver import LiveDriver
+from jdisagg.serve.driver.tier_stores import open_stores, post_found
+from jdisagg.serve.observability.worker_metrics import PUSH_INTERVAL_S
 
 SETTLED_S = 0.5  # with nothing left, before a process leaves
 

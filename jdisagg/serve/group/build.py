@@ -12,14 +12,13 @@ from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.codec import decode_as, encode
 from jdisagg.core.dispatch_digest import RunningDigest
 from jdisagg.core.errors import JdisaggError, PeerMismatch, TransferTimeout
-from jdisagg.core.group_shards import holders_of
+from jdisagg.core.layout.reshard import holders_of
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import read_capability
 from jdisagg.parallel.pace import LAUNCHES
-from jdisagg.serve.build import Progress, load_executors, warm
 from jdisagg.serve.cluster.processes import (
     own_workers,
     remote_kv_of,
@@ -29,7 +28,8 @@ from jdisagg.serve.cluster.processes import (
 from jdisagg.serve.cluster.remote_kv import PeerRecord
 from jdisagg.serve.cluster.role_options import options_of
 from jdisagg.serve.cluster.worker_process import WorkerProcess, join_router
-from jdisagg.serve.deployment import Deployment
+from jdisagg.serve.deploy.assemble import Progress, load_executors, warm
+from jdisagg.serve.deploy.deployment import Deployment
 from jdisagg.serve.group.assembly import Assembly, GroupUnfilled, join_leader
 from jdisagg.serve.group.leader import GroupExecutor, GroupKV, awaited
 from jdisagg.serve.group.member import GroupEnded, Member

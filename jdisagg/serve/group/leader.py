@@ -17,8 +17,8 @@ from typing import Any
 
 from jdisagg.core.codec import encode
 from jdisagg.core.events import KVArrived, StepDone, WireCost
+from jdisagg.core.layout.reshard import StageShape
 from jdisagg.core.request import Attempt, WorkerId
-from jdisagg.core.reshard import StageShape
 from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.mesh_executor import MeshExecutor

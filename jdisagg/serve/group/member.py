@@ -20,8 +20,8 @@ from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.engine.executor import PendingStep
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, RemoteShipment, read_peer, read_stage
+from jdisagg.serve.driver.readers import Readers
 from jdisagg.serve.group.stream import Commands, GroupStream
-from jdisagg.serve.readers import Readers
 
 log = logging.getLogger("jdisagg.group")
 

@@ -25,7 +25,7 @@ from jdisagg.model.checkpoint import read_model
 from jdisagg.policy.roll_call import Card
 from jdisagg.serve.cluster.certificates import kv_contexts
 from jdisagg.serve.cluster.processes import plays, read_secret, roles_of
-from jdisagg.serve.deployment import AUTO, fingerprint_of, mesh_of, place_of
+from jdisagg.serve.deploy.deployment import AUTO, fingerprint_of, mesh_of, place_of
 from jdisagg.serve.group.assembly import GroupUnfilled, Meeting, is_address, listener_at
 
 SHARED_GROUPS = ("mesh", "sizes", "scheduling", "transfer")

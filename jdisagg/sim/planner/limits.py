@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.mesh_spec import PoolSpec
+from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
 from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.turns import MOST_GAP_S
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.cost_models import CostModel
+from jdisagg.sim.fast_forward import SimulatedSequence
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
-from jdisagg.sim.planner.space import Candidate
-from jdisagg.sim.sequence import Sequence
+from jdisagg.sim.planner.space import Candidate, Kind, devices_of
 
 SAMPLE = 256  # prompts by which prefill is judged
 STEPS = 12  # of a bisection: a rate to one part in 4,000
@@ -194,7 +194,12 @@ class Prefill:
     def _seconds(self, pieces: list[tuple[int, int]]) -> float:
         chunks = tuple(
             PrefillChunk(
-                RequestId("r"), cast(tuple[int, ...], Sequence(stop - first)), first, (), last=True, sampling=PLAIN
+                RequestId("r"),
+                cast(tuple[int, ...], SimulatedSequence(stop - first)),
+                first,
+                (),
+                last=True,
+                sampling=PLAIN,
             )
             for first, stop in pieces
         )
@@ -317,3 +322,85 @@ def _highest(holds: Callable[[float], bool], ceiling: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+# Replica counts from throughputs and correction factors: the formulas of NVIDIA Dynamo's SLA planner, by their
+# names.
+#
+# A correction factor is what was observed over what was expected. Throughputs are tokens a second and device;
+# `*_gpus` are devices of one engine. They know no queue and no page: a first estimate, not an answer.
+
+
+def prefill_replicas(
+    rate_rps: float, isl: float, prefill_thpt_per_gpu: float, prefill_engine_gpus: int, p_correction_factor: float = 1.0
+) -> int:
+    """A prompt that waits no longer than expected needs no more engines: the factor only ever lowers the load."""
+    load = rate_rps * isl * min(1.0, p_correction_factor)
+    return max(1, math.ceil(load / prefill_thpt_per_gpu / prefill_engine_gpus))
+
+
+def decode_replicas(rate_rps: float, osl: float, decode_thpt_per_gpu: float, decode_engine_gpus: int) -> int:
+    """The throughput is that at `corrected_itl` and the mean tokens that a step reads (there: isl + osl / 2)."""
+    return max(1, math.ceil(rate_rps * osl / decode_thpt_per_gpu / decode_engine_gpus))
+
+
+def corrected_itl(itl_s: float, d_correction_factor: float = 1.0) -> float:
+    """The step time to aim at, where steps turn out `d_correction_factor` times as long as expected."""
+    if not d_correction_factor > 0:
+        raise ConfigError(f"a correction factor of {d_correction_factor:g} must be above 0")
+    return itl_s / d_correction_factor
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Engines of one pair of shapes that carry a rate."""
+
+    candidate: Candidate
+
+    @property
+    def devices(self) -> int:
+        return self.candidate.devices
+
+
+def estimates(
+    problem: Problem,
+    shapes: Iterable[Candidate],
+    rate_rps: float,
+    p_correction_factor: float = 1.0,
+    d_correction_factor: float = 1.0,
+) -> list[Estimate]:
+    """Of each pair of shapes (a disaggregated candidate, its counts ignored) as many as the formulas say; fewest
+    devices first. Throughputs are those of the candidate's costs. Pairs that cannot be built are left out."""
+    objectives = problem.objectives
+    aimed = replace(objectives, tpot_s=corrected_itl(objectives.tpot_s, d_correction_factor))
+    arithmetic = Arithmetic(replace(problem, objectives=aimed))
+    pairs = {_pair(shape): None for shape in shapes if shape.kind is Kind.DISAGGREGATED}
+    found = [_estimate(problem, arithmetic, pair, rate_rps, p_correction_factor) for pair in pairs]
+    return sorted((each for each in found if each), key=lambda each: each.devices)
+
+
+def _pair(shape: Candidate) -> Candidate:
+    pools = tuple(replace(pool, count=1) for pool in shape.mesh.pools)
+    return replace(shape, mesh=MeshSpec(pools))
+
+
+def _estimate(
+    problem: Problem, arithmetic: Arithmetic, pair: Candidate, rate_rps: float, p_correction_factor: float
+) -> Estimate | None:
+    try:
+        limits = arithmetic.limits(pair)
+    except ConfigError:
+        return None
+    means, (prefill, decode) = problem.workload.means, pair.mesh.pools
+    prefill_thpt, decode_thpt = limits.prefill * means.input_tokens, limits.decode * means.output_tokens
+    if not decode_thpt:
+        return None
+    prefills = prefill_replicas(
+        rate_rps, means.input_tokens, prefill_thpt / devices_of(prefill), devices_of(prefill), p_correction_factor
+    )
+    decodes = decode_replicas(rate_rps, means.output_tokens, decode_thpt / devices_of(decode), devices_of(decode))
+    return Estimate(replace(pair, mesh=_of(prefill, prefills, decode, decodes)))
+
+
+def _of(prefill: PoolSpec, prefills: int, decode: PoolSpec, decodes: int) -> MeshSpec:
+    return MeshSpec((replace(prefill, count=prefills), replace(decode, count=decodes)))

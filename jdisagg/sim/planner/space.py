@@ -4,14 +4,73 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.mesh_spec import MeshSpec, PoolSpec, Schedule
+from jdisagg.core.labels import Labels
+from jdisagg.core.mesh_spec import MeshSpec, PoolSpec, Schedule, WorkerMesh
+from jdisagg.core.profile import Profile
+from jdisagg.core.request import WorkerId
+from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role, TransferMode
-from jdisagg.sim.planner.placement import paired
+from jdisagg.sim.cluster_spec import ClusterSpec, CostOf, Sizes, Topology, cluster_spec
+from jdisagg.sim.links import FairLinks
+from jdisagg.sim.measured import cluster_spec_of
+
+# Which workers stand together in fast domains (nodes, slices), so that KV keeps to fast links. Counting only.
+#
+# DistServe (Zhong et al., OSDI 2024) places for two kinds of cluster. Where links between nodes are as good as
+# any (its algorithm 1, high node-affinity) workers stand anywhere. Where they are slow (algorithm 2, low node-
+# affinity) each pair keeps within a node, or each pair of equal stages does. Here both are candidates, and what
+# they carry decides.
+
+PAIRING = Routing.PREDICTED  # what keeps requests to pairs of one domain, as long as that is quicker
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Workers that share a domain, or, stage by stage, as many domains as they have stages."""
+
+    name: str
+    workers: tuple[WorkerId, ...]
+    devices: int
+    domains: int = 1
+
+    def __str__(self) -> str:
+        where = "one domain" if self.domains == 1 else f"{self.domains} domains, equal stages together"
+        return f"{', '.join(self.workers)} in {where}"
+
+
+def paired(mesh: MeshSpec, domain_devices: int) -> tuple[Unit, ...]:
+    """Prefill and decode workers dealt to as few units as fit their domains; () where no unit of one of each fits."""
+    prefills = [place for place in mesh.workers() if place.role is Role.PREFILL]
+    decodes = [place for place in mesh.workers() if place.role is Role.DECODE]
+    for count in range(1, min(len(prefills), len(decodes)) + 1):
+        dealt = [(*prefills[unit::count], *decodes[unit::count]) for unit in range(count)]
+        units = [_unit(f"domain-{number}", places, domain_devices) for number, places in enumerate(dealt)]
+        found = tuple(unit for unit in units if unit is not None)
+        if len(found) == count:
+            return found
+    return ()
+
+
+def _unit(name: str, places: Sequence[WorkerMesh], domain_devices: int) -> Unit | None:
+    workers, devices = tuple(place.worker for place in places), sum(len(place.device_ids) for place in places)
+    if devices <= domain_devices:
+        return Unit(name, workers, devices)
+    stages = {place.pp for place in places}
+    if len(stages) == 1 and sum(place.tp for place in places) <= domain_devices:
+        return Unit(name, workers, devices, stages.pop())
+    return None
+
+
+def topology_of(units: Sequence[Unit], device_bytes_per_s: float) -> Topology:
+    """A unit is a place of its own, whose way out is as wide as its devices' ways; 0: no limit."""
+    labels = {worker: Labels(host=unit.name) for unit in units for worker in unit.workers}
+    uplinks = {unit.name: device_bytes_per_s * unit.devices for unit in units if device_bytes_per_s}
+    return Topology(labels, uplinks)
 
 
 class Kind(StrEnum):
@@ -141,3 +200,66 @@ class Space:
 
 def devices_of(pool: PoolSpec) -> int:
     return pool.count * pool.pp * pool.tp
+
+
+# Where candidates are built: of constants, with a port for each device, or of a profile of the user's own
+# devices.
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateBuilder:
+    """A worker's port is as wide as its devices' together. device_bytes_per_s: one way; 0: KV takes no time."""
+
+    sizes: Sizes
+    cost_of: CostOf
+    device_bytes_per_s: float = 0.0
+    inside_bytes_per_s: float = 0.0  # so, within a fast domain
+
+    def build(self, candidate: Candidate) -> ClusterSpec:
+        """Raises ConfigError where weights or a page have no room."""
+        sizes = replace(self.sizes, chunk_tokens=candidate.chunk_tokens, transfer=candidate.transfer)
+        if candidate.domain_devices:
+            topology = topology_of(paired(candidate.mesh, candidate.domain_devices), self.device_bytes_per_s)
+            given = cluster_spec(candidate.mesh, sizes, self.cost_of, hosts=topology)
+            return replace(
+                given, links=topology.links(self._ports(candidate, self.inside_bytes_per_s)), routing=PAIRING
+            )
+        ports = self._ports(candidate, self.device_bytes_per_s)
+        return replace(cluster_spec(candidate.mesh, sizes, self.cost_of), links=FairLinks(ports))
+
+    def _ports(self, candidate: Candidate, device_bytes_per_s: float) -> dict[Hashable, float]:
+        return {
+            (way, place.worker): device_bytes_per_s * len(place.device_ids)
+            for place in candidate.mesh.workers()
+            for way in ("out", "in")
+            if device_bytes_per_s
+        }
+
+    def half_the_link(self) -> CandidateBuilder:
+        return replace(self, device_bytes_per_s=self.device_bytes_per_s / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledCandidateBuilder:
+    """Workers as the profile has them, chunks included: only meshes of its shapes can be built."""
+
+    profile: Profile
+    link_share: float = 1.0
+
+    def build(self, candidate: Candidate) -> ClusterSpec:
+        """Raises ConfigError for shapes that were not timed."""
+        given = cluster_spec_of(self.profile, candidate.mesh, candidate.transfer)
+        ports = {port: self.link_share * rate for port, rate in given.links.bytes_per_s.items()}
+        return replace(given, links=FairLinks(ports))
+
+    def half_the_link(self) -> ProfiledCandidateBuilder:
+        return replace(self, link_share=self.link_share / 2)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of its prefill workers."""
+        return max(pool.config.prefill_buckets[-1] for pool in self.profile.pools)
+
+    @property
+    def max_model_len(self) -> int:
+        return min(pool.config.max_model_len for pool in self.profile.pools)

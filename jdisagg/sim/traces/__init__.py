@@ -4,10 +4,8 @@
 none, and scales, cuts and splits traces. Everything is deterministic: equal inputs and seeds, equal traces.
 """
 
-from jdisagg.sim.traces.arrivals import closed_loop, one_after_another, poisson, spread_ticks, varying_rate
-from jdisagg.sim.traces.files import read_azure, read_lengths, read_mooncake, read_servegen_rates
-from jdisagg.sim.traces.servegen import read_servegen_clients
-from jdisagg.sim.traces.trace import Trace
+from jdisagg.sim.traces.files import read_azure, read_lengths, read_mooncake, read_servegen_clients, read_servegen_rates
+from jdisagg.sim.traces.trace import Trace, closed_loop, one_after_another, poisson, spread_ticks, varying_rate
 
 __all__ = [
     "Trace",

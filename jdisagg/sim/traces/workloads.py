@@ -10,9 +10,8 @@ import re
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.sim.traces.arrivals import poisson, spread_ticks, varying_rate
 from jdisagg.sim.traces.files import SERVEGEN_WINDOW_S, read_azure, read_lengths, read_mooncake, read_servegen_rates
-from jdisagg.sim.traces.trace import Trace
+from jdisagg.sim.traces.trace import Trace, poisson, spread_ticks, varying_rate
 
 READERS = {"azure": read_azure, "mooncake": lambda path: spread_ticks(read_mooncake(path)), "lengths": read_lengths}
 KINDS = f"KIND:FILE, KIND one of {', '.join(READERS)}, or mix:INPUT+OUTPUT@SHARE,..."

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from jdisagg.kv.tiers.store import Store
+from jdisagg.kv.tiers.stores import Store
 
 START_S = 60.0
 PORT = 50051

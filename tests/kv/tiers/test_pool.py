@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from jdisagg.kv.tiers.pool.frame import HEAD, key_of
-from jdisagg.kv.tiers.pool.open import open_pool
-from jdisagg.kv.tiers.store import PoolFailed, Store
+from jdisagg.kv.tiers.pool.open import HEAD, key_of, open_pool
+from jdisagg.kv.tiers.stores import PoolFailed, Store
 from tests.kv.tiers.mooncake_store import Mooncake, why_not
 from tests.kv.tiers.valkey import Valkey
 

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.core.kv_layout import NULL_PAGE, DraftPages, KVLayout
-from jdisagg.core.reshard import plan_transfer
+from jdisagg.core.layout.kv_layout import NULL_PAGE, DraftPages, KVLayout
+from jdisagg.core.layout.reshard import plan_transfer
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.pools import POOL_SPEC, StagePages
 from jdisagg.kv.shipping import LandedKV, TransferPrograms, check_landed, insert_landed, pack_pages, shapes_of

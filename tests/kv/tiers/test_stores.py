@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.kv.tiers.disk import DiskStore, FileInUse
-from jdisagg.kv.tiers.dram import DramStore
 from jdisagg.kv.tiers.pool.open import open_pool
-from jdisagg.kv.tiers.store import PoolFailed
+from jdisagg.kv.tiers.stores import DiskStore, DramStore, FileInUse, PoolFailed
 from tests.kv.tiers.valkey import Valkey
 
 SIZE, PAGES = 4096 + 64, (3, 0, 5)

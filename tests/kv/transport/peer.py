@@ -18,8 +18,7 @@ import numpy as np
 from jdisagg.core.errors import JdisaggError
 from jdisagg.kv.transport.choose import open_transport
 from jdisagg.kv.transport.config import Identity, TransportConfig
-from jdisagg.kv.transport.protocol import Transport
-from jdisagg.kv.transport.ticket import DTYPES, TransferId, read_ticket
+from jdisagg.kv.transport.ticket import DTYPES, TransferId, Transport, read_ticket
 
 SECRET = b"a secret of the conformance tests"
 IDENTITY = Identity("model-a", "8x64x32", "float32")

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.errors import ConfigError, TransferCancelled, TransferTimeout
 from jdisagg.kv.transport.choose import open_transport
-from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.link import Link, TokenBucket
+from jdisagg.kv.transport.config import Link, TokenBucket, TransportConfig
 from jdisagg.kv.transport.ticket import TransferId
 from tests.kv.transport.peer import IDENTITY, SECRET
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from jdisagg.core.errors import PeerDead
-from jdisagg.kv.transport.pending_handshakes import PendingHandshakes
+from jdisagg.kv.transport.listener import PendingHandshakes
 
 
 class Clock:

@@ -28,14 +28,12 @@ from jdisagg.core.errors import (
     TransferCancelled,
     TransferRefused,
 )
-from jdisagg.kv.transport import handshake
+from jdisagg.kv.transport import listener as handshake
 from jdisagg.kv.transport.config import Identity, TransportConfig
-from jdisagg.kv.transport.connection import MAX_RECORD_BYTES, Connection
-from jdisagg.kv.transport.connection_pool import ConnectionPool
-from jdisagg.kv.transport.deadline import Deadline
-from jdisagg.kv.transport.endpoint import Endpoint
+from jdisagg.kv.transport.connection import MAX_RECORD_BYTES, Connection, Deadline
+from jdisagg.kv.transport.endpoint import ConnectionPool, Endpoint
 from jdisagg.kv.transport.listener import split_address
-from jdisagg.kv.transport.segments import make_segment
+from jdisagg.kv.transport.shm import make_segment
 from jdisagg.kv.transport.tcp import tcp
 from jdisagg.kv.transport.ticket import Ticket, TransferId, issue, read_ticket, tag_of, verify
 from tests.kv.transport.peer import IDENTITY, SECRET

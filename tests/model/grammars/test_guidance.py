@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jdisagg
 from jdisagg.model.grammars.grammars import Whitespace, open_grammars
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.structured.subschemas import MOST_OPTIONAL
+from jdisagg.serve.frontends.structured import MOST_OPTIONAL
 
 EMBEDDED_MODEL = Path(jdisagg.__file__).parent / "embedded"
 VOCAB = 4096

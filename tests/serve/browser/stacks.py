@@ -11,8 +11,8 @@ from jdisagg.core.request import SamplingParams
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.http.app import create_app
 from tests.serve.live_http import serving
 from tests.serve.live_toy import SlowToy, ToyStack, toy_stack, worker_config
 from tests.serve.scripted import FIXTURE

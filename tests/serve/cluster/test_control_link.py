@@ -30,7 +30,7 @@ from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.link import HEARTBEAT, LAST, METHOD, PROTOCOL, Heartbeat, Link, new_nonce, split_record
 from jdisagg.serve.cluster.processes import identity_of
-from jdisagg.serve.deployment import resolve_deployment
+from jdisagg.serve.deploy.deployment import resolve_deployment
 from tests.serve.cluster.processes import private
 
 SECRET, OTHER_SECRET = b"sixteen bytes or more", b"another sixteen bytes"

@@ -13,7 +13,7 @@ import pytest
 
 from jdisagg import LLM, SamplingParams
 from jdisagg.model.checkpoint import read_model
-from jdisagg.serve.deployment import EMBEDDED_MODEL
+from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL
 from tests.adapter_files import write_adapter
 from tests.serve.cluster.processes import Cluster, Process, private, status, until
 

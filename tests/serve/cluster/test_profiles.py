@@ -18,7 +18,7 @@ from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.profiles import FAILED, Answer, RouterProfiles, WorkerProfiles
 from jdisagg.serve.cluster.remote_kv import records
-from jdisagg.serve.device_trace import Busy, Files
+from jdisagg.serve.observability.tracing import Busy, Files
 from tests.serve.cluster.test_control_link import CALM, KIND, SECRET, Notes
 from tests.serve.cluster.test_router_node import worker
 

@@ -11,8 +11,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.serve.cluster.role_options import options_json, options_of, read_options
-from jdisagg.serve.deployment import resolve_deployment
-from jdisagg.serve.shapes import WorkerShapes
+from jdisagg.serve.deploy.deployment import WorkerShapes, resolve_deployment
 
 
 def options(mesh: str, worker: str, num_processes: int = 1) -> WorkerShapes:

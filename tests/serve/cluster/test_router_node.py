@@ -28,12 +28,12 @@ from jdisagg.serve.cluster.link import Heartbeat, Link
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, records
 from jdisagg.serve.cluster.role_options import Option, options_json
 from jdisagg.serve.cluster.router_node import RouterNode
-from jdisagg.serve.driver import LiveDriver
-from jdisagg.serve.local import LocalService
-from jdisagg.serve.metrics import Metrics
-from jdisagg.serve.reshaping import ReshapeTimes
-from jdisagg.serve.service import Draining, Update
-from jdisagg.serve.shapes import WorkerShapes
+from jdisagg.serve.deploy.deployment import WorkerShapes
+from jdisagg.serve.driver.driver import LiveDriver
+from jdisagg.serve.driver.local_service import LocalService
+from jdisagg.serve.driver.role_change import ReshapeTimes
+from jdisagg.serve.driver.service import Draining, Update
+from jdisagg.serve.observability.metrics import Metrics
 from tests.serve.live_http import eventually
 from tests.serve.scripted import FIXTURE
 

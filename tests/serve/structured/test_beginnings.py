@@ -8,8 +8,8 @@ import pytest
 from jdisagg import LLM, SamplingParams
 from jdisagg.model.grammars.grammars import Whitespace, open_grammars
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.serve.deployment import EMBEDDED_MODEL
-from jdisagg.serve.structured import beginnings
+from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL
+from jdisagg.serve.frontends import structured
 
 VOCAB = 4096
 SCHEMA = {
@@ -23,7 +23,7 @@ SCHEMA = {
 def test_the_tokens_at_first_are_those_that_a_grammar_leaves_no_choice_about():
     grammars = open_grammars(EMBEDDED_MODEL, VOCAB)
     grammar = grammars.of_schema(SCHEMA, Whitespace(""))
-    forced, matcher = beginnings.forced_first(grammar, EMBEDDED_MODEL, VOCAB), grammars.start(grammar)
+    forced, matcher = structured.forced_first(grammar, EMBEDDED_MODEL, VOCAB), grammars.start(grammar)
     assert len(forced) > 2 and '{"temperature":'.startswith(Tokenizer(EMBEDDED_MODEL).decode([*forced]).strip())
     for token in forced:
         mask = np.zeros(grammars.words, np.uint32)
@@ -35,10 +35,10 @@ def test_the_tokens_at_first_are_those_that_a_grammar_leaves_no_choice_about():
 
 def test_who_knows_no_grammars_here_forces_nothing(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
-        raise beginnings.ConfigError("structured output needs llguidance")
+        raise structured.ConfigError("structured output needs llguidance")
 
-    monkeypatch.setattr(beginnings, "open_grammars", refuse)
-    assert beginnings.forced_first("{}", EMBEDDED_MODEL, VOCAB) == ()
+    monkeypatch.setattr(structured, "open_grammars", refuse)
+    assert structured.forced_first("{}", EMBEDDED_MODEL, VOCAB) == ()
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_answers_and_their_usage_are_the_same_and_their_logprobs_are_the_models(
     sizes = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "prefill_buckets": "64"}
     with LLM(mesh="prefill:tp1,decode:tp1", table_buckets="128", **sizes) as llm:
         with_beginning = [llm.generate("weather in Rome:", each) for each in asked]
-        monkeypatch.setattr(beginnings, "forced_first", lambda *_: ())
+        monkeypatch.setattr(structured, "forced_first", lambda *_: ())
         without = [llm.generate("weather in Rome:", each) for each in asked]
         assert llm.service.recompiles() == 0
     assert [each.token_ids for each in with_beginning] == [each.token_ids for each in without]

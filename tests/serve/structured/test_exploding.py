@@ -17,9 +17,9 @@ import pytest
 
 from benchmarks.exploding import AMBIGUITY, exploding
 from jdisagg import LLM
-from jdisagg.serve.front_settings import FrontSettings
-from jdisagg.serve.grpc.inference_pb2_grpc import InferenceStub
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.frontends.front_settings import FrontSettings
+from jdisagg.serve.frontends.grpc.inference_pb2_grpc import InferenceStub
+from jdisagg.serve.frontends.http.app import create_app
 from tests.serve.live_http import eventually, serving
 from tests.serve.test_grpc_front import channel_to
 from tests.serve.test_grpc_inference import posted

@@ -6,7 +6,7 @@ import pytest
 
 from jdisagg.core.errors import RequestError
 from jdisagg.model.grammars.grammars import Whitespace, open_grammars
-from jdisagg.serve.structured.forms import COMPACT, Form, form_of, grammar_of
+from jdisagg.serve.frontends.structured import COMPACT, Form, form_of, grammar_of
 from tests.serve.scripted import FIXTURE
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 import jdisagg
-from jdisagg.serve.http.app import create_app
+from jdisagg.serve.frontends.http.app import create_app
 from tests.serve.live_http import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,8 +6,7 @@ import pytest
 
 from jdisagg.core.errors import RequestError
 from jdisagg.model.grammars.grammars import open_grammars
-from jdisagg.serve.structured.forms import Form, grammar_of
-from jdisagg.serve.structured.subschemas import as_the_standard_has_it, at_fault, parts_of
+from jdisagg.serve.frontends.structured import Form, as_the_standard_has_it, at_fault, grammar_of, parts_of
 from tests.serve.scripted import FIXTURE
 
 GRAMMARS = open_grammars(FIXTURE, 512)

@@ -6,8 +6,8 @@ import jsonschema
 import pytest
 
 from jdisagg.model.grammars.grammars import open_grammars
-from jdisagg.serve.structured.forms import grammar_of
-from jdisagg.serve.tools.asked import ForcedReader, form_of_choice, tools_of
+from jdisagg.serve.frontends.structured import grammar_of
+from jdisagg.serve.frontends.tools.asked import ForcedReader, form_of_choice, tools_of
 from tests.serve.scripted import FIXTURE
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from canitoolcall.fixtures import Fixture, default_fixtures_dir
 
-from jdisagg.serve.tools.choose import Parsers
-from jdisagg.serve.tools.said import Reader, Said
+from jdisagg.serve.frontends.tools.asked import Parsers
+from jdisagg.serve.frontends.tools.parser import Reader, Said
 
 FAMILIES = {
     "qwen3-hermes": Parsers("hermes", "think"),

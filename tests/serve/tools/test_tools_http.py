@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from jdisagg.serve.tools.choose import Parsers, parsers_of
+from jdisagg.serve.frontends.tools.asked import Parsers, parsers_of
 from tests.serve.live_http import Front
 from tests.serve.live_tools import ANSWER, TIME, WEATHER, prompt_of, says
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from jdisagg.serve.tools.marked import DSML, GLM, QWEN, Marked
-from jdisagg.serve.tools.said import Call
-from jdisagg.serve.tools.typed import properties_of, typed, types_of
+from jdisagg.serve.frontends.tools.calls import properties_of, typed, types_of
+from jdisagg.serve.frontends.tools.parser import Call
+from jdisagg.serve.frontends.tools.syntaxes import DSML, GLM, QWEN, Marked
 
 CASES: list[tuple[str, Any, Any]] = [
     ("0042", {"type": "string"}, "0042"),

@@ -11,11 +11,9 @@ from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.sim.cluster_spec import Sizes
 from jdisagg.sim.cost_models import Contexts, Times
-from jdisagg.sim.planner.candidate_builder import CandidateBuilder
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
-from jdisagg.sim.planner.search import Search
-from jdisagg.sim.planner.space import Candidate
-from jdisagg.sim.planner.trials import Effort
+from jdisagg.sim.planner.search import Effort, Search
+from jdisagg.sim.planner.space import Candidate, CandidateBuilder
 from jdisagg.sim.traces.workloads import read_workload
 
 TOKEN_BYTES = 1000.0

@@ -2,11 +2,11 @@
 
 import pytest
 
+from jdisagg.commands.plan import main
 from jdisagg.core.errors import ConfigError
-from jdisagg.plan import main
-from jdisagg.sim.planner.candidate_builder import ProfiledCandidateBuilder
 from jdisagg.sim.planner.limits import Arithmetic
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
+from jdisagg.sim.planner.space import ProfiledCandidateBuilder
 from jdisagg.sim.traces.workloads import read_workload
 from tests.sim.planner.cases import candidate, problem
 from tests.sim.profiles import BYTES_PER_S, chunk_s, profile

@@ -8,9 +8,9 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.sim.planner.formulas import corrected_itl, decode_replicas, estimates, prefill_replicas
-from jdisagg.sim.planner.policy_file import as_policy, settings_of
+from jdisagg.sim.planner.limits import corrected_itl, decode_replicas, estimates, prefill_replicas
 from jdisagg.sim.planner.problem import Workload
+from jdisagg.sim.planner.recommendation import as_policy, settings_of
 from jdisagg.sim.planner.space import Candidate, Space
 from jdisagg.sim.traces.workloads import read_workload
 from tests.sim.planner.cases import candidate, problem

@@ -8,12 +8,10 @@ from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.cluster_spec import Sizes, published
-from jdisagg.sim.planner.candidate_builder import CandidateBuilder
 from jdisagg.sim.planner.limits import Arithmetic
-from jdisagg.sim.planner.placement import paired
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
-from jdisagg.sim.planner.space import Candidate, Space
-from jdisagg.sim.planner.trials import Effort, try_rate
+from jdisagg.sim.planner.search import Effort, try_rate
+from jdisagg.sim.planner.space import Candidate, CandidateBuilder, Space, paired
 from jdisagg.sim.traces.workloads import read_workload
 from tests.sim.planner.cases import LINES, TOKEN_BYTES
 

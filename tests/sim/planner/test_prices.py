@@ -4,10 +4,9 @@ import pytest
 
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.planner.limits import Limits
-from jdisagg.sim.planner.prices import prefill_share, token_prices
 from jdisagg.sim.planner.problem import Problem
-from jdisagg.sim.planner.search import BoundedCandidate, Shortlisted
-from jdisagg.sim.planner.trials import Trial
+from jdisagg.sim.planner.recommendation import prefill_share, token_prices
+from jdisagg.sim.planner.search import BoundedCandidate, Shortlisted, Trial
 from tests.sim.planner.cases import candidate, problem
 
 DAY_S = 86400.0

@@ -4,10 +4,9 @@ import pytest
 
 from jdisagg.sim.planner.limits import Infeasible
 from jdisagg.sim.planner.problem import Objectives
-from jdisagg.sim.planner.recommendation import binding, headroom, recommend, total
-from jdisagg.sim.planner.sensitivity import vary
+from jdisagg.sim.planner.recommendation import binding, headroom, recommend, total, vary
+from jdisagg.sim.planner.search import highest
 from jdisagg.sim.planner.space import Kind, Space
-from jdisagg.sim.planner.trials import highest
 from tests.sim.planner.cases import Lines, problem, search
 
 SMALL = Space(3, tps=(1,), pps=(1,), chunks=(512,))

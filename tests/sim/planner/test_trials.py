@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from jdisagg.sim.planner.trials import _quantile
+from jdisagg.sim.planner.search import _quantile
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.95, 1.0])

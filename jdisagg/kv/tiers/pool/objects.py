@@ -14,8 +14,8 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from jdisagg.kv.tiers.pool.frame import framed, key_of, unframe
-from jdisagg.kv.tiers.store import Good, PoolFailed
+from jdisagg.kv.tiers.pool.open import framed, key_of, unframe
+from jdisagg.kv.tiers.stores import Good, PoolFailed
 
 THREADS = 8
 

@@ -14,8 +14,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from jdisagg.kv.tiers.pool.frame import framed, key_of, unframe
-from jdisagg.kv.tiers.store import Good, PoolFailed
+from jdisagg.kv.tiers.pool.open import framed, key_of, unframe
+from jdisagg.kv.tiers.stores import Good, PoolFailed
 
 BATCH_BYTES = 8 << 20  # of one pipeline, that its replies never fill the memory of both ends
 

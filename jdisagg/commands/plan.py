@@ -1,0 +1,465 @@
+"""What to build of so many devices: the architecture, its meshes and settings that serve a workload's objectives best.
+
+    python -m jdisagg plan --model=llama3-70b --hardware=h100 --devices=32 --trace=azure:FILE --arrivals=poisson
+        --slo_ttft_s=1 --slo_tpot_s=0.05 --rate=40 --output=plan.toml
+    python -m jdisagg plan --model=llama3-8b --hardware=a100 --devices=4 --trace=mix:2000+200@0.7,300+500@0.3 --quick
+
+Configurations are refused by arithmetic where it suffices; the rest is simulated by the router and workers that serve,
+and the highest rate is found at which --attainment of the requests keep both objectives. It says "do not disaggregate"
+where a pair of pools does not win by more than noise. --output is a file for `jdisagg.launch --config`.
+
+    python -m jdisagg plan --emit=slurm,k8s --config=plan.toml
+
+--emit writes the job of a plan just made, or else of --config's file: launch/slurm.sbatch, launch/k8s/,
+launch/gke_tpu/, launch/compose.yaml with a Dockerfile.
+
+A trace is azure:FILE, mooncake:FILE, lengths:FILE, or mix: INPUT+OUTPUT@SHARE, with commas. --quick simulates nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from absl import flags as absl_flags
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jdisagg import command, flags
+from jdisagg.cluster import compose, kubernetes, slurm
+from jdisagg.cluster.job import Job, job_of, with_fronts
+from jdisagg.core.errors import ConfigError, FlagError
+from jdisagg.core.mesh_spec import Schedule
+from jdisagg.core.profile import read_profile
+from jdisagg.core.settings import Settings, int_list
+from jdisagg.core.worker_config import TransferMode
+from jdisagg.sim.arithmetic import DTYPE_BYTES
+from jdisagg.sim.cluster_spec import CostOf, Sizes, by_roofline, longest, published
+from jdisagg.sim.cost_models import ENGINES, Model, Roofline
+from jdisagg.sim.hardware import hardware, model_of
+from jdisagg.sim.planner import recommendation as tables
+from jdisagg.sim.planner.limits import estimates
+from jdisagg.sim.planner.problem import Objectives, Problem, Workload
+from jdisagg.sim.planner.recommendation import Recommendation, as_policy, headroom, recommend, settings_of, total, vary
+from jdisagg.sim.planner.search import Search
+from jdisagg.sim.planner.space import Candidate, CandidateBuilder, ProfiledCandidateBuilder, Space, paired
+from jdisagg.sim.traces.workloads import read_workload
+
+# The files of a job, as `python -m jdisagg plan --emit=...` writes them: what `jdisagg.cluster` makes, as text.
+
+KINDS = ("slurm", "k8s", "gke_tpu", "compose")
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class JobValues:
+    """What a plan says of a job beside the settings of its processes; `note` is the first line of every file."""
+
+    settings: Settings
+    name: str
+    image: str
+    devices_per_host: int
+    tpu: str
+    note: str
+    routers: int = 1
+    fronts: int = 0
+
+    @property
+    def platform(self) -> str:
+        return "gpu" if self.settings.platform == "auto" else self.settings.platform
+
+    def job(self) -> Job:
+        """Raises ConfigError for what cannot be placed."""
+        return self._fronted(job_of(self.settings, self.name, self.image, self.platform, self.devices_per_host))
+
+    def whole(self, platform: str) -> Job:
+        """The job where every worker is one process, until somebody cuts it. Raises ConfigError."""
+        return self._fronted(job_of(self.settings, self.name, self.image, platform, kubernetes.WHOLE))
+
+    def _fronted(self, job: Job) -> Job:
+        return with_fronts(job, self.routers, self.fronts)
+
+    def check_one_server(self, kind: str) -> None:
+        """Raises ConfigError where more than a router is asked for."""
+        if (self.routers, self.fronts) != (1, 0):
+            asked = f"--routers={self.routers} and --fronts={self.fronts}"
+            raise ConfigError(f"{asked}: --emit={kind} starts one router and no fronts; k8s and gke_tpu have them")
+
+
+def settings_of_file(path: str) -> Settings:
+    """Of `jdisagg.launch --config=PATH` and nothing else, whatever the environment says. Raises ConfigError."""
+    settings = Settings(**flags.read_toml(path, flags.define_settings(flags.own())))
+    settings.check()
+    return settings
+
+
+def files(values: JobValues, kinds: Sequence[str]) -> dict[str, str]:
+    """Name in the folder -> text, of these kinds. Raises ConfigError."""
+    unknown = [each for each in kinds if each not in KINDS]
+    if unknown:
+        raise FlagError(f"--emit names {unknown[0]!r}, must be of {', '.join(KINDS)}")
+    found: dict[str, str] = {}
+    for kind in kinds:
+        found |= WRITERS[kind](values)
+    return found
+
+
+def write_files(folder: str, texts: Mapping[str, str]) -> list[Path]:
+    """Raises ConfigError where a file cannot be written."""
+    paths = [Path(folder) / name for name in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--job_folder={folder}: {path}: {error.strerror}") from error
+    return paths
+
+
+def _slurm(values: JobValues) -> dict[str, str]:
+    if values.platform == "tpu":
+        raise ConfigError("--emit=slurm is for GPUs and CPUs: of TPUs gke_tpu has slices")
+    values.check_one_server("slurm")
+    return {"slurm.sbatch": slurm.script(values.job(), values.note)}
+
+
+def _kubernetes(values: JobValues) -> dict[str, str]:
+    if values.platform == "tpu":
+        raise ConfigError("--emit=k8s is for GPUs and CPUs: of TPUs gke_tpu has slices")
+    job = values.job()
+    kinds = {
+        "router": kubernetes.router(job),
+        "lws": kubernetes.leader_worker_sets(job),
+        "disaggregatedset": kubernetes.disaggregated_set(job),
+        "jobset": kubernetes.job_sets(job),
+    }
+    if kubernetes.scaled(job):
+        kinds |= {"hpa": kubernetes.pod_autoscalers(job), "keda": kubernetes.scaled_objects(job)}
+    return {f"k8s/{name}.yaml": _yaml(documents, values.note) for name, documents in kinds.items()}
+
+
+def _gke_tpu(values: JobValues) -> dict[str, str]:
+    if values.tpu not in kubernetes.SLICES:
+        raise FlagError(f"--tpu is {values.tpu!r}, must be one of {', '.join(kubernetes.SLICES)}")
+    made = kubernetes.manifests(values.whole("tpu"), values.tpu)
+    return {f"gke_tpu/{name}": _yaml(documents, values.note) for name, documents in made.items()}
+
+
+def _compose(values: JobValues) -> dict[str, str]:
+    values.check_one_server("compose")
+    job = values.whole(values.platform)
+    return {
+        "compose.yaml": _yaml([compose.compose(job)], values.note),
+        "Dockerfile": compose.dockerfile(job, values.note),
+    }
+
+
+WRITERS = {"slurm": _slurm, "k8s": _kubernetes, "gke_tpu": _gke_tpu, "compose": _compose}
+
+
+def _yaml(documents: Sequence[dict[str, Any]], note: str) -> str:
+    """Raises ConfigError where PyYAML is not installed."""
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise ConfigError("--emit writes YAML and PyYAML is not here: pip install 'jdisagg[jobs]'") from error
+
+    class Plain(yaml.SafeDumper):
+        """Writes what occurs twice twice: manifests have no anchors."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    text = yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=WIDTH, explicit_start=len(documents) > 1)
+    return f"# {note}\n{text}"
+
+
+LAUNCH_DTYPES = ("bfloat16", "float32")
+
+
+def declare() -> flags.FlagValues:
+    values = flags.own()
+    _define_question(values)
+    _define_costs(values)
+    _define_search(values)
+    flags.define(values, output="")
+    absl_flags.DEFINE_string("checkpoint", "", "--output: the model's folder there", flag_values=values)
+    _define_job(values)
+    return values
+
+
+def _define_job(values: flags.FlagValues) -> None:
+    absl_flags.DEFINE_list("emit", [], f"jobs to write: {', '.join(KINDS)}", flag_values=values)
+    absl_flags.DEFINE_string("job_folder", "launch", "--emit: where they are written", flag_values=values)
+    absl_flags.DEFINE_integer(
+        "routers", 1, "--emit: 2 for one that takes over when the first is lost", flag_values=values
+    )
+    absl_flags.DEFINE_integer(
+        "fronts", 0, "--emit: processes that serve clients; 0: the router does", flag_values=values
+    )
+    flags.define(values, job_name="jdisagg", image="jdisagg:latest", devices_per_host=8, tpu="v5p", platform="auto")
+
+
+def _define_question(values: flags.FlagValues) -> None:
+    flags.define(values, model="llama3-8b", devices=8, trace="", rate=0.0, inputs=1.0, outputs=1.0, max_model_len=0)
+    absl_flags.DEFINE_enum(
+        "arrivals", "poisson", ["poisson", "recorded"], "drawn, or the trace's own", flag_values=values
+    )
+    flags.define(values, slo_ttft_s=1.0, slo_tpot_s=0.05, attainment=0.9)
+
+
+def _define_costs(values: flags.FlagValues) -> None:
+    kinds = {"engine": list(ENGINES), "dtype": list(DTYPE_BYTES)}
+    flags.define(values, kinds, cost="roofline", engine="distserve", hardware="h100", dtype="bfloat16", host_s=1e-3)
+    absl_flags.DEFINE_string(
+        "link",
+        "nic",
+        "a device's way to the other pool: nic or node (of --hardware), none, or GB/s",
+        flag_values=values,
+    )
+    absl_flags.DEFINE_integer(
+        "domain_devices",
+        0,
+        "devices of a node or slice, with fast links inside: pairs are also tried within such; 0: --link is all",
+        0,
+        flag_values=values,
+    )
+    absl_flags.DEFINE_float("usd_per_hour", 0.0, "of a device; 0: the hardware's", 0.0, flag_values=values)
+
+
+def _define_search(values: flags.FlagValues) -> None:
+    absl_flags.DEFINE_string("tps", "1,2,4,8", "tensor parallel sizes to try", flag_values=values)
+    absl_flags.DEFINE_string("pps", "1,2,4", "pipeline stages to try", flag_values=values)
+    absl_flags.DEFINE_string("prefill_pps", "1", "stages of a prefill worker to try", flag_values=values)
+    absl_flags.DEFINE_list("schedules", list(Schedule), "how decode pipelines run, to try", flag_values=values)
+    absl_flags.DEFINE_string("chunks", "512,1024,2048,4096", "prefill chunks to try, tokens", flag_values=values)
+    absl_flags.DEFINE_list("transfers", ["chunk", "layer", "whole"], "when KV leaves, to try", flag_values=values)
+    flags.define(values, max_num_seqs=0, page_size=32, reserve_tokens=512, seed=0)
+    absl_flags.DEFINE_integer("most", 24, "configurations of an architecture to simulate", 1, flag_values=values)
+    absl_flags.DEFINE_integer("seeds", 3, "of the shortlist's runs, from --seed on", 1, flag_values=values)
+    absl_flags.DEFINE_bool("quick", False, "arithmetic only: bounds, and replicas for --rate", flag_values=values)
+    absl_flags.DEFINE_bool("sensitivity", True, "ask again with other objectives and half the link", flag_values=values)
+    absl_flags.DEFINE_float("p_correction_factor", 1.0, "--quick: TTFT observed / expected", 0.0, flag_values=values)
+    absl_flags.DEFINE_float("d_correction_factor", 1.0, "--quick: gap observed / expected", 0.0, flag_values=values)
+
+
+# ---------------------------------------------------------------------- the question
+
+
+def link_bytes_per_s(values: flags.FlagValues) -> float:
+    """Of one device, one way; 0: none is modelled. Raises FlagError."""
+    chip = hardware(values.hardware)
+    known = {"nic": chip.nic_bytes_per_s * chip.link, "node": chip.link_bytes_per_s * chip.link, "none": 0.0}
+    if values.link in known:
+        return known[values.link]
+    try:
+        found = float(values.link) * 1e9
+    except ValueError as error:
+        raise FlagError(f"--link is {values.link!r}, must be one of {', '.join(known)}, or GB/s") from error
+    if not found > 0:
+        raise FlagError(f"--link is {values.link}, must be above 0; none is the word for a link without limits")
+    return found
+
+
+def costs(values: flags.FlagValues) -> CostOf:
+    if values.cost == "distserve":
+        return published(values.model, values.engine, values.host_s)
+    if values.cost != "roofline":
+        raise FlagError(f"--cost={values.cost!r}, must be distserve, roofline or profile:FILE")
+    chip, shape = hardware(values.hardware), Model(model_of(values.model), values.dtype)
+    return by_roofline(lambda tp: Roofline(shape, chip, tp, values.dtype, values.host_s), values.domain_devices)
+
+
+def builder_of(values: flags.FlagValues, most_tokens: int) -> CandidateBuilder | ProfiledCandidateBuilder:
+    kind, _, path = values.cost.partition(":")
+    if kind == "profile":
+        return ProfiledCandidateBuilder(read_profile(path))
+    sizes = Sizes(
+        max_model_len=most_tokens,
+        page_size=values.page_size,
+        max_num_seqs=values.max_num_seqs,
+        by_device=True,
+        reserve_tokens=values.reserve_tokens,
+    )
+    chip = hardware(values.hardware)
+    return CandidateBuilder(sizes, costs(values), link_bytes_per_s(values), chip.link_bytes_per_s * chip.link)
+
+
+def question(values: flags.FlagValues) -> tuple[Problem, CandidateBuilder | ProfiledCandidateBuilder]:
+    lengths = read_workload(values.trace).scaled_lengths(values.inputs, values.outputs)
+    if values.max_model_len:
+        lengths = lengths.rows(lengths.input_tokens + lengths.output_tokens <= values.max_model_len)
+    builder = builder_of(values, longest(lengths))
+    if isinstance(builder, ProfiledCandidateBuilder) and longest(lengths) > builder.max_model_len:
+        raise ConfigError(
+            f"the workload has requests of {longest(lengths)} tokens, the profile's workers take"
+            f" {builder.max_model_len}: --max_model_len={builder.max_model_len} leaves the longer ones out"
+        )
+    objectives = Objectives(values.slo_ttft_s, values.slo_tpot_s, values.attainment)
+    workload = Workload(lengths, values.arrivals == "recorded")
+    return Problem(workload, objectives, builder.build, values.devices, values.seed), builder
+
+
+def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidateBuilder) -> Space:
+    profiled = isinstance(builder, ProfiledCandidateBuilder)
+    for name, words in (("transfers", TransferMode), ("schedules", Schedule)):
+        unknown = [each for each in getattr(values, name) if each not in list(words)]
+        if unknown:
+            raise FlagError(f"--{name} names {unknown[0]!r}, must be of {', '.join(words)}")
+    return Space(
+        values.devices,
+        int_list(values.tps, "tps"),
+        int_list(values.pps, "pps"),
+        (builder.chunk_tokens,) if profiled else int_list(values.chunks, "chunks"),
+        tuple(TransferMode(each) for each in values.transfers),
+        domain_devices=0 if profiled else values.domain_devices,
+        schedules=tuple(map(Schedule, values.schedules)),
+        prefill_pps=int_list(values.prefill_pps, "prefill_pps"),
+    )
+
+
+# ---------------------------------------------------------------------- the answer
+
+
+def body(values: flags.FlagValues) -> int:
+    if values.emit and not values.trace:
+        if not values.config:
+            raise FlagError("--emit needs a plan: --config=plan.toml, or --trace and the rest to make one")
+        emit(values, settings_of_file(values.config), values.config)
+        return 0
+    return answer(values)
+
+
+def answer(values: flags.FlagValues) -> int:
+    began = time.perf_counter()
+    problem, builder = question(values)
+    among = space(values, builder)
+    console = Console()
+    if values.quick:
+        return quick(values, problem, among, console)
+    with progress() as bar:
+        search = Search(problem, seeds=values.seeds, most=values.most, on_progress=progress_callback(bar))
+        found = search.over(among)
+        recommendation = recommend(problem, found, search.tolerance)
+        others = variations_of(problem, builder, recommendation) if values.sensitivity else {}
+        rows, extra = vary(found, recommendation.winner, among, others, search)
+    usd = values.usd_per_hour or (
+        hardware(values.hardware).price_per_hour if isinstance(builder, CandidateBuilder) else 0.0
+    )
+    console.print(tables.shortlist(problem, found, usd, values.rate), highlight=False)
+    lines = [*recommendation.lines, *asked(values, problem, recommendation)]
+    for line in [*lines, *placed(recommendation.winner.candidate), *tables.counted(found.counts)]:
+        console.print(line, highlight=False, soft_wrap=True)
+    if rows:
+        console.print(tables.varied(rows), highlight=False)
+    took_s, runs = time.perf_counter() - began, found.counts.runs + extra.runs
+    console.print(f"{runs} simulations in {took_s:.1f} s", highlight=False)
+    lines += placed(recommendation.winner.candidate)
+    settings = settings_of(recommendation.winner.candidate, builder.build(recommendation.winner.candidate))
+    if values.output:
+        write(values, settings, lines)
+        console.print(f"python -m jdisagg.launch --config={values.output}", highlight=False, soft_wrap=True)
+    if values.emit:
+        emit(values, Settings(**named(values), **settings), values.output or "a plan just made")
+    console.print(f"--mesh={recommendation.winner.candidate.mesh}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def quick(values: flags.FlagValues, problem: Problem, among: Space, console: Console) -> int:
+    feasible = Search(problem).with_limits(among)
+    console.print(tables.bounds(problem, feasible), highlight=False)
+    if values.rate:
+        factors = values.p_correction_factor, values.d_correction_factor
+        found = estimates(problem, (each.candidate for each in feasible), values.rate, *factors)
+        console.print(tables.replicas(found, values.rate), highlight=False)
+    return 0
+
+
+def variations_of(
+    problem: Problem, builder: CandidateBuilder | ProfiledCandidateBuilder, recommendation: Recommendation
+) -> dict[str, Problem]:
+    """The questions of the sensitivity. Half the link cannot help a pair of pools that lost with all of it."""
+    found = {
+        f"objectives x {factor:g}": replace(problem, objectives=problem.objectives.scaled(factor))
+        for factor in (0.8, 1.25)
+    }
+    if recommendation.disaggregate:
+        found["link / 2"] = replace(problem, build=builder.half_the_link().build)
+    return found
+
+
+def asked(values: flags.FlagValues, problem: Problem, recommendation: Recommendation) -> list[str]:
+    """Of --rate, and of a fifth more and less: a plan carries what is below its goodput."""
+    if not values.rate:
+        return []
+    lines = [tables.room(headroom(problem, recommendation.winner, values.rate))]
+    carried = total(problem, recommendation.winner)
+    for factor in (0.8, 1.2):
+        rate = factor * values.rate
+        lines.append(f"at {rate:g} requests/s it {'holds' if rate <= carried else 'does not hold'}: {carried:.3g} go")
+    return lines
+
+
+def placed(candidate: Candidate) -> list[str]:
+    """Who stands together, of a plan whose pairs keep within fast domains."""
+    units = paired(candidate.mesh, candidate.domain_devices) if candidate.domain_devices else ()
+    return [f"placement: {unit}" for unit in units]
+
+
+def write(values: flags.FlagValues, settings: dict, lines: Sequence[str]) -> None:
+    """Raises ConfigError where the file cannot be written."""
+    profiled = values.cost.startswith("profile:")
+    what = values.cost if profiled else f"{values.model} on {values.devices} x {values.hardware}"
+    asked_for = f"{what}: python -m jdisagg plan"
+    try:
+        Path(values.output).write_text(as_policy({**named(values), **settings}, [asked_for, *lines]), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output={values.output}: {error.strerror}") from error
+
+
+def named(values: flags.FlagValues) -> dict[str, str]:
+    """The model and its dtype, where the answer's workers are to be told."""
+    model = {"model": values.checkpoint} if values.checkpoint else {}
+    known = values.dtype in LAUNCH_DTYPES and not values.cost.startswith("profile:")
+    return {**model, **({"dtype": values.dtype} if known else {})}
+
+
+def emit(values: flags.FlagValues, settings: Settings, source: str) -> None:
+    """Writes the job of `settings`, which came from `source`, and says which files. Raises ConfigError."""
+    settings = replace(settings, platform=values.platform)
+    note = f"Made from {source} by `python -m jdisagg plan --emit`: change what it is made of, not this file."
+    of_job = values.job_name, values.image, values.devices_per_host, values.tpu
+    job = JobValues(settings, *of_job, note, values.routers, values.fronts)
+    found = files(job, values.emit)
+    for path in write_files(values.job_folder, found):
+        print(f"wrote {path}")
+
+
+def progress() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def progress_callback(bar: Progress):
+    """Moves one bar from stage to stage."""
+    task = bar.add_task("bounds", total=1)
+
+    def on_progress(stage: str, done: int, most: int) -> None:
+        bar.update(task, description=stage, completed=done, total=most)
+
+    return on_progress
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 with one line on what was wrong."""
+    return command.run("jdisagg plan", __doc__, declare(), argv, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Takes a recorded journal through fresh actors and compares every decision.
+
+    python -m jdisagg replay JOURNAL [--virtual] [--perfetto=FILE]
+
+With --virtual its events are not handed over: the simulator makes them again from the actors' own effects, and takes of
+the journal what came from outside, the tokens drawn, and how long things took (`sim/rerun.py`). With --perfetto=FILE
+the run is written as a trace for Perfetto, as far as its decisions are the same.
+
+Exit code 0 and "N events, same decisions", or 1 and the first event that led to something else, or 2.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags as absl_flags
+
+from jdisagg import command, flags
+from jdisagg.core.codec import encode
+from jdisagg.core.errors import ConfigError, FlagError, JournalError
+from jdisagg.core.journal import Header, Recorded, digest, read_lines
+from jdisagg.serve.frontends.text import dump
+from jdisagg.serve.observability.records import Records
+from jdisagg.sim.rerun import actors_of, decide, rerun
+
+DIFFERENT = 1
+Observer = Callable[[str, Any, float], None]  # (actor, event or effect, when)
+MOST_REQUESTS, MOST_STEPS = 10_000, 1_000_000  # of a trace: the last ones
+
+
+def replay(header: Header, entries: Iterable[Recorded], observe: Observer = lambda actor, item, at_s: None) -> int:
+    """The number of events whose decisions were the same. Raises JournalError at the first that differs.
+
+    `observe` is told every event, and every effect that followed.
+    """
+    actors = actors_of(header)
+    number = 0
+    for number, entry in enumerate(entries, 1):
+        effects = decide(actors, entry, number)
+        if digest(effects) != entry.decided:
+            raise JournalError(
+                f"line {entry.line}: event {number}, at {entry.at_s} s, {entry.actor}: {encode(entry.event)}\n"
+                f"led to effects with the digest {entry.decided}; now it leads to {digest(effects)}:\n"
+                + "\n".join(f"  {encode(effect)}" for effect in effects)
+            )
+        for item in (entry.event, *effects):
+            observe(entry.actor, item, entry.at_s)
+    return number
+
+
+def declare() -> flags.FlagValues:
+    values = flags.own()
+    absl_flags.DEFINE_string("journal", "", "a file that --record_dir kept; needs no name", flag_values=values)
+    absl_flags.DEFINE_bool("virtual", False, "decide again in the simulator, on measured durations", flag_values=values)
+    absl_flags.DEFINE_string("perfetto", "", "file for a trace that ui.perfetto.dev opens", flag_values=values)
+    return values
+
+
+def body(values: flags.FlagValues) -> int:
+    if not values.journal:
+        raise FlagError("needed: the journal, a file that --record_dir kept")
+    path = Path(values.journal)
+    try:
+        lines = path.open(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot open {path}: {error.strerror}") from error
+    with lines:
+        try:
+            if values.virtual:
+                print(f"{len(rerun(*read_lines(lines)).entries)} events, same decisions in virtual time")
+            else:
+                print(f"{_replayed(lines, values.perfetto)} events, same decisions")
+        except (JournalError, OSError, UnicodeDecodeError) as error:
+            what = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
+            print(f"{path}: {what}", file=sys.stderr)
+            return DIFFERENT
+    return 0
+
+
+def _replayed(lines: Iterable[str], perfetto: str) -> int:
+    """As `replay`, with the trace written where one is asked for. Raises ConfigError where it cannot be."""
+    records = Records(keep=MOST_REQUESTS, steps=MOST_STEPS)
+    count = replay(*read_lines(lines), records.observe if perfetto else lambda actor, item, at_s: None)
+    if perfetto:
+        try:
+            Path(perfetto).write_text(dump(records.window(-math.inf, math.inf)), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--perfetto={perfetto}: {error.strerror}") from error
+    return count
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the head of this file for the exit codes."""
+    return command.run("jdisagg replay", __doc__, declare(), argv, body, positional="journal")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

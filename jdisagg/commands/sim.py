@@ -1,0 +1,382 @@
+"""The simulator: a workload on a mesh, by the router and workers that serve, in virtual time.
+
+    python -m jdisagg sim --trace=azure:FILE --rate=4 --mesh=prefill:2xtp1,decode:1xtp1 --model=opt-13b --cost=distserve
+    python -m jdisagg sim --trace=lengths:FILE --rate=8 --requests=500 --mesh=prefill:tp2,decode:tp2
+        --model=llama3-70b --cost=roofline --hardware=h100 --slo_ttft_s=1 --slo_tpot_s=0.05 --csv=requests.csv
+    python -m jdisagg sim --trace=lengths:FILE --rates=1,2,4,8 --report=out.html --parquet=requests.parquet ...
+
+A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens), mooncake (JSON lines) or lengths
+(num_prefill_tokens, num_decode_tokens); or mix:INPUT+OUTPUT@SHARE,... The last two get their arrivals drawn: Poisson,
+or by --servegen's rates. --rate stretches recorded arrivals alike.
+--cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines;
+--cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels, with --mixed_steps;
+--cost=profile:FILE are your own devices as jdisagg.commands.profile timed them, with that run's model, sizes and transfers.
+Where a trace names its blocks (mooncake), prompts that begin alike find each other's KV, as live; --dram_tokens,
+--disk_tokens and --pool_tokens keep it below HBM.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from absl import flags as absl_flags
+from rich.console import Console
+
+from jdisagg import command, flags
+from jdisagg.core.errors import ConfigError, FlagError
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.profile import Checked, Profile, read_profile
+from jdisagg.core.router_config import Reserving, RouterConfig, Routing
+from jdisagg.core.worker_config import TransferMode, chunk_tokens
+from jdisagg.policy.autoscaler import Scaling
+from jdisagg.sim.arithmetic import DTYPE_BYTES
+from jdisagg.sim.cluster import PATIENT, Cluster
+from jdisagg.sim.cluster_spec import (
+    ClusterSpec,
+    CostOf,
+    Hosts,
+    Sizes,
+    by_device,
+    by_kernels,
+    cluster_spec,
+    devices_of,
+    longest,
+    published,
+    with_room,
+    with_tiers,
+)
+from jdisagg.sim.cost_models import ENGINES, Model, Roofline
+from jdisagg.sim.failing import FailingCluster, Failures, drawn_losses, failing, losses_told
+from jdisagg.sim.hardware import model_of
+from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
+from jdisagg.sim.measured import check_fits, cluster_spec_of
+from jdisagg.sim.outcome import SLO, Point, trust, write_csv
+from jdisagg.sim.scaled import FlipCosts, ScaledCluster, flips_of, scaled, scaling_told
+from jdisagg.sim.shared import simulated
+from jdisagg.sim.simulation import SpanLog
+from jdisagg.sim.summary import Run, curve, latencies, verdict, write_json
+from jdisagg.sim.tiers import TierSpec, rates_said, tier_speeds
+from jdisagg.sim.traces import Trace, closed_loop
+from jdisagg.sim.traces.workloads import by_rates, cut, drawn, read_workload
+
+ONE_AT_A_TIME: dict[str, Any] = {"chunks_in_flight": 1, "steps_in_flight": 1}  # as such engines run
+WRITERS = {"parquet": "jdisagg.sim.outcome", "report": "jdisagg.sim.report"}  # they need more than the project does
+
+
+def declare() -> flags.FlagValues:
+    values = flags.own()
+    _define_workload(values)
+    _define_cluster(values)
+    _define_output(values)
+    return values
+
+
+def _define_output(values: flags.FlagValues) -> None:
+    flags.define(values, slo_ttft_s=1.0, slo_tpot_s=0.1, attainment=0.9, json="")
+    absl_flags.DEFINE_string("csv", "", "file for a row a request", flag_values=values)
+    absl_flags.DEFINE_string("parquet", "", "the same as Parquet; needs pyarrow", flag_values=values)
+    absl_flags.DEFINE_string("report", "", "HTML page that stands alone; needs matplotlib", flag_values=values)
+
+
+def _define_workload(values: flags.FlagValues) -> None:
+    flags.define(values, trace="", rate=0.0, inputs=1.0, outputs=1.0, max_model_len=0, seed=0)
+    absl_flags.DEFINE_string("window", "", "START:STOP, seconds of recorded arrivals or rates", flag_values=values)
+    absl_flags.DEFINE_string("part", "", "K/N: each recorded request falls to one of N parts", flag_values=values)
+    absl_flags.DEFINE_string(
+        "servegen", "", "FILE@MODEL: arrivals as these rates go up and down, --rate in the mean", flag_values=values
+    )
+    absl_flags.DEFINE_list(
+        "rates", [], "as 1,2,4: goodput over these; told in full: --rate, else the highest good one", flag_values=values
+    )
+    absl_flags.DEFINE_integer(
+        "requests", 0, "the trace's first so many; of lengths, drawn; 0: all", 0, flag_values=values
+    )
+    absl_flags.DEFINE_integer(
+        "concurrency", 0, "so many clients, each with one request at a time; 0: by arrivals", 0, flag_values=values
+    )
+    absl_flags.DEFINE_float("think_s", 0.0, "--concurrency: from an answer to the next request", flag_values=values)
+
+
+def _define_cluster(values: flags.FlagValues) -> None:
+    kinds = {"engine": list(ENGINES), "dtype": list(DTYPE_BYTES)}
+    flags.define(values, kinds, model="opt-13b", engine="distserve", dtype="bfloat16")
+    flags.define(values, mesh="prefill:tp1,decode:tp1", cost="roofline", hardware="h100", host_s=1e-3, kv_tokens=0)
+    flags.define(values, early_rejection="off", reserve="early")
+    flags.define(values, routing="cache_aware", prefix_caching="on", mixed_steps="off", transfer="chunk")
+    flags.define(values, max_num_seqs=0, max_num_batched_tokens=0, page_size=0, reserve_tokens=512)
+    flags.define(values, dram_tokens=0, disk_tokens=0)
+    absl_flags.DEFINE_integer(
+        "pool_tokens",
+        0,
+        "KV in a pool that all workers share, as of --pool live; 0: there is none",
+        0,
+        flag_values=values,
+    )
+    absl_flags.DEFINE_bool("peer_fetch", False, flags.WORDS["peer_fetch"].help, flag_values=values)
+    absl_flags.DEFINE_list(
+        "tier_gb_per_s", [], "of a worker, each way, as dram:25,pool:12,peer:12; else --hardware's", flag_values=values
+    )
+    absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
+    absl_flags.DEFINE_float("nic_gb_per_s", 0.0, "of a host, each way, shared by its workers", 0.0, flag_values=values)
+    flags.define(values, autoscale="off")
+    until, change = "--autoscale: until what runs there goes on elsewhere", "--autoscale: of a machine's change of role"
+    absl_flags.DEFINE_float("flip_drain_s", 10.0, until, 0.0, flag_values=values)
+    absl_flags.DEFINE_float("flip_reshape_s", 5.0, change, 0.0, flag_values=values)
+    every, noticed = "a worker is lost so often, in the mean; 0: never", "--lost_every_s: until a loss is noticed"
+    absl_flags.DEFINE_float("lost_every_s", 0.0, every, 0.0, flag_values=values)
+    absl_flags.DEFINE_float("noticed_s", 5.0, noticed, 0.0, flag_values=values)
+    absl_flags.DEFINE_float("back_s", 300.0, "--lost_every_s: from then until another joins", 0.0, flag_values=values)
+    absl_flags.DEFINE_integer("workers_per_host", 8, "in the mesh's order; with --nic_gb_per_s", 1, flag_values=values)
+
+
+def workload(values: flags.FlagValues, rate: float) -> Trace:
+    """The trace as asked for, at `rate` requests a second (0: as recorded). Raises ConfigError."""
+    trace = read_workload(values.trace).scaled_lengths(values.inputs, values.outputs)
+    if values.max_model_len:
+        trace = trace.rows(trace.input_tokens + trace.output_tokens <= values.max_model_len)
+    if not trace.span_s or values.servegen:
+        return _with_arrivals(values, trace, rate)
+    trace = cut(trace, values.window, values.part, values.seed)
+    trace = trace.rows(np.arange(len(trace)) < (values.requests or len(trace)))
+    return trace.at_rate(rate) if rate else trace
+
+
+def _with_arrivals(values: flags.FlagValues, lengths: Trace, rate: float) -> Trace:
+    if values.servegen:
+        trace = by_rates(lengths, values.servegen, values.window, rate, values.seed)
+        return trace.rows(np.arange(len(trace)) < (values.requests or len(trace)))
+    if rate:
+        return drawn(lengths, rate, values.requests, values.seed)
+    if not values.concurrency:
+        raise ConfigError("lengths have no arrivals: --rate=R or --servegen draws them, --concurrency=N has none")
+    return closed_loop(lengths.sample(values.requests or len(lengths), values.seed), values.concurrency)
+
+
+def costs(values: flags.FlagValues) -> CostOf:
+    """Where the seconds of each worker come from, and how many tokens of KV it has room for."""
+    cost_of = _costs(values)
+    return with_room(cost_of, values.kv_tokens) if values.kv_tokens else cost_of
+
+
+def _costs(values: flags.FlagValues) -> CostOf:
+    if values.cost == "distserve":
+        return published(values.model, values.engine, values.host_s)
+    kind, _, tables = values.cost.partition(":")
+    if kind == "kernels" and tables:
+        return _kernels(values, tables)
+    if values.cost != "roofline":
+        raise FlagError(f"--cost={values.cost!r}, must be distserve, roofline, kernels:DEVICE or profile:FILE")
+    devices, shape = devices_of(values.hardware), Model(model_of(values.model), values.dtype)
+    return by_device(devices, lambda chip, tp: Roofline(shape, chip, tp, values.dtype, values.host_s))
+
+
+def _kernels(values: flags.FlagValues, tables: str) -> CostOf:
+    """Kernels measured on a device whose tables are shipped, or tables of a folder (of one tp)."""
+    if not values.kv_tokens:
+        raise FlagError("--cost=kernels: --kv_tokens=N says how many tokens of KV a worker has room for")
+    shape = Model(model_of(values.model), values.dtype)
+
+    def of(tp: int) -> KernelTables:
+        found = read_kernels(tables) if Path(tables).is_dir() else shipped_kernels(tables, values.model, tp)
+        return KernelTables(shape, found, tp, values.host_s)
+
+    return by_kernels(of, values.kv_tokens)
+
+
+def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
+    """The cluster, and what lies below its workers' HBM. Raises ConfigError."""
+    given, said = _in_hbm(values, trace), rates_said(values.tier_gb_per_s)
+    tokens = {"dram_tokens": values.dram_tokens, "disk_tokens": values.disk_tokens, "pool_tokens": values.pool_tokens}
+    if not any(tokens.values()) and not values.peer_fetch:
+        return given
+    if not any(each.prefix_caching for each in given.workers):
+        what = ", ".join(f"--{name}={size}" for name, size in tokens.items() if size) or "--peer_fetch"
+        raise ConfigError(
+            f"{what}: nothing is kept of --trace={values.trace} with --prefix_caching={values.prefix_caching}:"
+            " take a trace that names its blocks (mooncake), and on"
+        )
+    speeds = tier_speeds(MeshSpec.parse(values.mesh), devices_of(values.hardware), said)
+    spec = TierSpec(speeds, values.pool_tokens)
+    return with_tiers(given, spec, values.dram_tokens, values.disk_tokens, peer_fetch=values.peer_fetch)
+
+
+def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
+    """Workers keep no pages where no block has a name: nobody would ever find one."""
+    keeps = values.prefix_caching == "on" and bool(trace.block_hashes)
+    if values.cost.startswith("profile:"):
+        mode = TransferMode(values.transfer) if values["transfer"].present else None
+        given = cluster_spec_of(_profiled(values), MeshSpec.parse(values.mesh), mode, prefix_caching=keeps)
+        check_fits(given, trace)
+        return given
+    mixed = values.mixed_steps == "on"
+    mesh = MeshSpec.parse(values.mesh)
+    cost_of = costs(values)
+    sizes = Sizes(
+        max_model_len=longest(trace),
+        page_size=values.page_size,
+        max_num_seqs=values.max_num_seqs,
+        by_device=True,
+        chunk_tokens=values.max_num_batched_tokens,
+        reserve_tokens=values.reserve_tokens,
+        transfer=TransferMode(values.transfer),
+        mixed_steps=mixed,
+        prefix_caching=keeps,
+        **(ONE_AT_A_TIME if mixed else {}),
+    ).chosen(mesh, cost_of)
+    if mixed:
+        place = next(each for each in mesh.workers() if each.role.decodes)
+        slots = sizes.slots(place, *cost_of(place))
+        sizes = replace(sizes, chunk_tokens=chunk_tokens(sizes.chunk_tokens, slots, sizes.page_size))
+    hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
+    return cluster_spec(mesh, sizes, cost_of, values.port_gb_per_s * 1e9 or None, hosts)
+
+
+def simulate(values: flags.FlagValues, rate: float) -> Run:
+    trace = workload(values, rate)
+    given = build(values, trace)
+    log = SpanLog() if values.report else None
+    cluster = clustered(values, given, trace, log=log, router=router_of(values))
+    began = time.perf_counter()
+    asks = slo_of(values) if values.early_rejection == "auto" else None
+    outcome = cluster.run(trace, clients=values.concurrency, think_s=values.think_s, asks=asks)
+    took_s = time.perf_counter() - began
+    cluster.check_all_ended()
+    run = Run(outcome, took_s, rate or trace.rate_rps, log)
+    if isinstance(cluster, FailingCluster):
+        return replace(run, changes=losses_told(cluster))
+    if isinstance(cluster, ScaledCluster):
+        return replace(run, changes=scaling_told(cluster), flips=flips_of(cluster))
+    return run
+
+
+def clustered(values: flags.FlagValues, given: ClusterSpec, trace: Trace, **named: Any) -> Cluster:
+    """With an autoscaler where --autoscale asks for one, or with losses. Raises ConfigError."""
+    if values.lost_every_s:
+        if values.autoscale != "off":
+            raise ConfigError(f"--lost_every_s: who is lost is simulated without --autoscale={values.autoscale}")
+        losses = drawn_losses(given.workers, values.lost_every_s, trace.span_s, values.seed)
+        return failing(given, Failures(losses, values.noticed_s, values.back_s), **named)
+    if values.autoscale == "off":
+        return simulated(given, **named)
+    if values.cost.startswith("profile:"):
+        raise ConfigError("--autoscale: a profile has each worker's prices in its own role alone; take another --cost")
+    costs = FlipCosts(values.flip_drain_s, values.flip_reshape_s)
+    return scaled(given, Scaling(), costs, flips=values.autoscale == "flip", **named)
+
+
+def slo_of(values: flags.FlagValues) -> SLO:
+    return SLO(values.slo_ttft_s, values.slo_tpot_s, values.attainment)
+
+
+def router_of(values: flags.FlagValues) -> RouterConfig:
+    return replace(
+        PATIENT, routing=Routing(values.routing), routing_seed=values.seed, reserve=Reserving(values.reserve)
+    )
+
+
+def sweep(values: flags.FlagValues, slo: SLO, devices: int) -> tuple[Run, list[Point]]:
+    """The run that is told in full, and a point of each rate: of several only one whole run is kept."""
+    rates = rates_of(values)
+    told, points = simulate(values, rates[0]), []
+    for rate in rates:
+        run = simulate(values, rate) if rate != rates[0] else told
+        points.append(Point.of(run.outcome, run.rate_rps, slo, devices))
+        if rate == values.rate or (not values.rate and points[-1].attainment >= slo.share):
+            told = run
+    return told, points
+
+
+def rates_of(values: flags.FlagValues) -> list[float]:
+    """Every rate that is asked for, rising; [0] where none is. Raises FlagError."""
+    try:
+        rates = {float(each) for each in values.rates} | ({values.rate} if values.rate else set())
+    except ValueError as error:
+        raise FlagError(f"--rates={','.join(values.rates)}: {error}") from error
+    if rates and min(rates) <= 0:
+        raise FlagError(f"--rates={','.join(values.rates)} has {min(rates):g}, must be more than 0")
+    return sorted(rates) or [values.rate]
+
+
+def run(values: flags.FlagValues) -> int:
+    slo = slo_of(values)
+    devices = MeshSpec.parse(values.mesh).num_devices
+    rooms = {flag: _room(flag) for flag in WRITERS if values[flag].value}  # before any work
+    told, points = sweep(values, slo, devices)
+    console = Console()
+    console.print(latencies(told.outcome), highlight=False)
+    for line in verdict(told, slo, devices):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(trust(checked_of(values)), highlight=False, soft_wrap=True)
+    if len(points) > 1:
+        console.print(curve(points, slo), highlight=False)
+    if values.csv:
+        write_csv(told.outcome, values.csv)
+    if values.json:
+        write_json(told, slo, devices, values.json)
+    if "parquet" in rooms:
+        rooms["parquet"].write_parquet(told.outcome, values.parquet)
+    if "report" in rooms:
+        rooms["report"].write_report(story(values, rooms["report"], told, points), values.report)
+    for path in filter(None, (values.csv, values.json, values.parquet, values.report)):
+        console.print(f"wrote {path}", highlight=False)
+    return 0
+
+
+def story(values: flags.FlagValues, room: ModuleType, told: Run, points: Sequence[Point]) -> Any:
+    """What the page of --report is made of."""
+    outcome = told.outcome
+    facts = {
+        "model": _profiled(values).model if values.cost.startswith("profile:") else values.model,
+        "costs": values.cost
+        + {"roofline": f" of {values.hardware}", "distserve": f", {values.engine}"}.get(values.cost, ""),
+        "workload": f"{Path(values.trace.partition(':')[2]).name}, {len(outcome.records):,} requests",
+        "rate": f"{told.rate_rps:.4g} requests/s",
+        "simulated": f"{outcome.span_s:,.0f} s in {told.took_s:.1f} s",
+    }
+    return room.Story(
+        title=f"{facts['model']} on {values.mesh}, simulated",
+        command="python -m jdisagg sim " + shlex.join(sys.argv[1:]),
+        facts=facts,
+        outcome=outcome,
+        log=told.log,
+        slo=slo_of(values),
+        devices=MeshSpec.parse(values.mesh).num_devices,
+        curve=points,
+        checked=checked_of(values),
+    )
+
+
+def checked_of(values: flags.FlagValues) -> Checked | None:
+    """What the last check of a profile's costs found; other costs have none."""
+    return _profiled(values).checked if values.cost.startswith("profile:") else None
+
+
+def _profiled(values: flags.FlagValues) -> Profile:
+    """Of --cost=profile:FILE. Raises ConfigError."""
+    return read_profile(values.cost.partition(":")[2])
+
+
+def _room(flag: str) -> ModuleType:
+    """The module that writes what the flag asks for. Raises ConfigError where what it needs is not installed."""
+    try:
+        return importlib.import_module(WRITERS[flag])
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--{flag} needs {error.name}: pip install 'jdisagg[sim]'") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 with one line on what was wrong."""
+    return command.run("jdisagg sim", __doc__, declare(), argv, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

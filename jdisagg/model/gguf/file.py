@@ -1,0 +1,433 @@
+"""GGUF files as they are found: metadata, and where each tensor lies; split files as one model.
+
+The header is read here and not by the `gguf` package, whose reader takes four seconds for a vocabulary of 50,000 and
+believes every length that it is told. What a file says is a `CheckpointError` in one line unless it can be.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from jdisagg.core.errors import CheckpointError, WrongDtype, WrongShape
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.model.families import EXPERT_NAMES
+from jdisagg.model.files import Fields, regular, shown
+from jdisagg.model.names import Index
+
+MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+TEXT, ARRAY = 8, 9
+MOST_ENTRIES, MOST_TENSORS, MOST_DIMENSIONS, MOST_FILES = 1 << 16, 1 << 20, 4, 1 << 10
+SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+KIND_NAMES = ", ".join(kind.name for kind in GGMLQuantizationType)
+
+
+def is_gguf(place: str | Path) -> bool:
+    """Whether `place` is named as a GGUF file is."""
+    return Path(place).suffix.lower() == ".gguf" and not Path(place).is_dir()
+
+
+def gguf_name(place: Path) -> str:
+    """The model's name by its file's, without which part of how many it is."""
+    split = SPLIT_NAME.fullmatch(place.name)
+    return split[1] if split else place.stem
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where a tensor lies. `shape` is in numpy's order: rows first, and in blocks of its `kind` along the last."""
+
+    path: Path
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    start: int  # byte of the file
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """One model: the first file's metadata, the tensors of all files."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    fields: Fields = field(init=False, repr=False)  # the metadata, to be read with kinds and ranges
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", Fields(self.metadata, str(self.path)))
+
+    @property
+    def architecture(self) -> str:
+        return self.fields.word("general.architecture") or ""
+
+    def own(self, key: str) -> str:
+        """The full name of one of the architecture's own keys."""
+        return f"{self.architecture}.{key}"
+
+
+def read_gguf(place: str | Path) -> GGUFFile:
+    """The model of a file, or of all files of which it is one (`-00001-of-0000N.gguf`)."""
+    paths = _parts(Path(place))
+    files = [_Header(path).read() for path in paths]
+    for number, found in enumerate(files):
+        _check_part(found, number, len(paths))
+    tensors: dict[str, Tensor] = {}
+    for found in files:
+        twice = tensors.keys() & found.tensors.keys()
+        if twice:
+            raise CheckpointError(f"{found.path} has tensor {min(twice)}, which another file of this model has as well")
+        tensors |= found.tensors
+    said = files[0].fields.whole("split.tensors.count", 0, MOST_TENSORS)
+    if said is not None and said != len(tensors):
+        raise CheckpointError(f"{paths[0]} says split.tensors.count = {said}; its files have {len(tensors)}")
+    return GGUFFile(paths[0], files[0].metadata, tensors)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of the model that `path` is a file of, the first one first."""
+    regular(path)
+    name = SPLIT_NAME.fullmatch(path.name)
+    if name is None:
+        return [path]
+    count = int(name[3])
+    if not 1 <= count <= MOST_FILES:
+        raise CheckpointError(f"{path} is named as one of {count} files; at most {MOST_FILES} are read")
+    paths = [path.with_name(f"{name[1]}-{number:05}-of-{name[3]}{path.suffix}") for number in range(1, count + 1)]
+    missing = [each.name for each in paths if not each.exists()]
+    if missing:
+        raise CheckpointError(f"{path} is one of {count} files; missing beside it: {', '.join(missing[:3])}")
+    return [regular(each) for each in paths]
+
+
+def _check_part(found: GGUFFile, number: int, count: int) -> None:
+    said = found.fields.whole("split.no", 0, 1 << 16), found.fields.whole("split.count", 0, 1 << 16)
+    if (said[0] or 0, said[1] or 1) != (number, count):
+        raise CheckpointError(
+            f"{found.path} says split.no = {said[0]}, split.count = {said[1]}; by its name it is {number} of {count}"
+        )
+
+
+class _Header:
+    """Reads one file's header from its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        try:
+            with path.open("rb") as file:
+                self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except (OSError, ValueError) as error:  # ValueError: the file is empty
+            raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+    def read(self) -> GGUFFile:
+        found = bytes(self._data[:4])
+        if found != MAGIC:
+            raise CheckpointError(f"{self._path} is no GGUF file: it begins with {found!r}; needed: {MAGIC!r}")
+        self._take(4, "its magic")
+        version = self._number("I", "its version")
+        if version not in VERSIONS:
+            raise CheckpointError(
+                f"{self._path} is GGUF of version {version}; read are {VERSIONS[0]} and {VERSIONS[1]}"
+            )
+        num_tensors = self._count("tensors", MOST_TENSORS)
+        metadata = self._metadata(self._count("metadata entries", MOST_ENTRIES))
+        places = self._places(num_tensors)
+        alignment = Fields(metadata, str(self._path)).whole("general.alignment", 1, 1 << 20) or ALIGNMENT
+        begin = -(-self._at // alignment) * alignment
+        tensors = {name: self._tensor(name, begin, *place) for name, place in places.items()}
+        return GGUFFile(self._path, metadata, tensors)
+
+    def _take(self, size: int, what: str) -> memoryview:
+        begin, self._at = self._at, self._at + size
+        if self._at > len(self._data):
+            raise CheckpointError(
+                f"{self._path} is truncated: {what} needs {size} bytes from {begin} on, the file has {len(self._data)}"
+            )
+        return self._data[begin : self._at]
+
+    def _number(self, kind: str, what: str) -> Any:
+        return struct.unpack("<" + kind, self._take(struct.calcsize(kind), what))[0]
+
+    def _count(self, what: str, most: int) -> int:
+        found = self._number("Q", f"the number of {what}")
+        if found > most:
+            raise CheckpointError(f"{self._path} says it has {found} {what}; at most {most} are read")
+        return found
+
+    def _text(self, what: str) -> str:
+        size = self._number("Q", what)
+        raw = bytes(self._take(size, what))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self._path}: {what} is not UTF-8 text: {error}") from error
+
+    def _metadata(self, count: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for index in range(count):
+            key = self._text(f"the name of metadata entry {index}")
+            if key in found:
+                raise CheckpointError(f"{self._path} has {shown(key)} twice")
+            found[key] = self._value(self._number("I", f"the kind of {key}"), key)
+        return found
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == TEXT:
+            return self._text(key)
+        if kind == ARRAY:
+            return self._array(key)
+        return self._number(self._scalar(kind, key), key)
+
+    def _scalar(self, kind: int, key: str) -> str:
+        if kind not in SCALARS:
+            raise CheckpointError(f"{self._path}: {shown(key)} is of unknown kind {kind}; needed: 0 to 12")
+        return SCALARS[kind]
+
+    def _array(self, key: str) -> list[Any]:
+        kind, length = self._number("I", f"the kind of {key}"), self._number("Q", f"the length of {key}")
+        if kind == ARRAY:
+            raise CheckpointError(f"{self._path}: {shown(key)} is an array of arrays, which none of the known keys is")
+        if kind == TEXT:
+            self._take(8 * length, f"{key} ({length} texts)")  # each has its length at least
+            self._at -= 8 * length
+            return [self._text(key) for _ in range(length)]
+        letter = self._scalar(kind, key)
+        return np.frombuffer(self._take(struct.calcsize(letter) * length, key), f"<{letter}").tolist()
+
+    def _places(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
+        """(shape, kind, offset) of each tensor by its name."""
+        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for index in range(count):
+            name = self._text(f"the name of tensor {index}")
+            if name in found:
+                raise CheckpointError(f"{self._path} has tensor {shown(name)} twice")
+            num = self._number("I", name)
+            if not 1 <= num <= MOST_DIMENSIONS:
+                raise CheckpointError(f"{self._path}: tensor {name} has {num} dimensions; needed: 1 to 4")
+            shape = tuple(self._number("Q", name) for _ in range(num))
+            found[name] = shape[::-1], self._number("I", name), self._number("Q", name)
+        return found
+
+    def _tensor(self, name: str, begin: int, shape: tuple[int, ...], number: int, offset: int) -> Tensor:
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError as error:
+            raise WrongDtype(
+                f"{self._path}: tensor {name} is of unknown quantisation {number}; known are {KIND_NAMES}"
+            ) from error
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if shape[-1] % block or not all(shape):
+            raise CheckpointError(
+                f"{self._path}: tensor {name} of shape {shape} is no whole number of blocks of {block} ({kind.name})"
+            )
+        start, size = begin + offset, math.prod(shape) // block * block_bytes
+        if start + size > len(self._data):
+            raise CheckpointError(
+                f"{self._path} is truncated: tensor {name} lies in bytes {start} to {start + size},"
+                f" the file has {len(self._data)}"
+            )
+        return Tensor(self._path, shape, kind, start, size)
+
+
+# Rows of tensors that lie in GGUF files: memory-mapped, and only the blocks that are asked for are dequantised.
+
+STRIP_BYTES = 1 << 15  # dequantised at once: with its temporaries, about what a cache holds
+
+
+class Blocks:
+    """The files of one model, each mapped once."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, np.ndarray] = {}
+
+    def rows(self, tensor: Tensor, picked: slice | np.ndarray, columns: slice) -> np.ndarray:
+        """f32[picked, columns] of a tensor whose dimensions but the last count as one; a vector is one row."""
+        stored = self._bytes(tensor).reshape(prod(tensor.shape[:-1]), -1)
+        return _columns(stored[picked], tensor.kind, columns)
+
+    def _bytes(self, tensor: Tensor) -> np.ndarray:
+        if tensor.path not in self._maps:
+            self._maps[tensor.path] = np.memmap(tensor.path, np.uint8, "r")
+        return self._maps[tensor.path][tensor.start : tensor.start + tensor.num_bytes]
+
+
+@cache
+def has_definition(kind: GGMLQuantizationType) -> bool:
+    """Whether blocks of this kind can be dequantised."""
+    try:
+        _numbers(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _columns(rows: np.ndarray, kind: GGMLQuantizationType, columns: slice) -> np.ndarray:
+    """f32[rows, columns] of rows of blocks; only the blocks that hold some of the columns are looked at."""
+    block, size = GGML_QUANT_SIZES[kind]
+    first, last = columns.start // block, -(-columns.stop // block)
+    found = _numbers(rows[:, first * size : last * size], kind).reshape(len(rows), -1)
+    return found[:, columns.start - first * block : columns.stop - first * block]
+
+
+def _numbers(stored: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """f32[all of them] of blocks, a strip of them at a time."""
+    size = GGML_QUANT_SIZES[kind][1]
+    blocks = np.ascontiguousarray(stored).reshape(-1, size)
+    step = max(1, STRIP_BYTES // size)
+    strips = [dequantize(blocks[at : at + step].reshape(1, -1), kind) for at in range(0, len(blocks), step)]
+    return np.concatenate([strip.ravel() for strip in strips]).astype(np.float32, copy=False)
+
+
+# Tensors of a checkpoint that a GGUF file cuts otherwise: experts, which lie in one tensor for each matrix, and
+# the matrix that makes keys and values of latents, which newer files hold in two.
+
+MATRICES = ("gate", "up", "down")
+
+
+class View(Protocol):
+    """One tensor of the checkpoint, as `tensors` of the file hold it."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, blocks: Blocks, index: Index) -> np.ndarray:
+        """f32[index]"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OfExpert:
+    """One expert's matrix [out, in] of a tensor [experts, out, in]."""
+
+    tensor: Tensor
+    expert: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape[1:]
+
+    def read(self, blocks: Blocks, index: Index) -> np.ndarray:
+        first = self.expert * self.shape[0]
+        return blocks.rows(self.tensor, slice(first + index[0].start, first + index[0].stop), index[1])
+
+
+@dataclass(frozen=True, slots=True)
+class InTurns:
+    """gpt-oss' [experts, in, out] of tensors [experts, out, in], whose outputs follow each other in turns; or a bias
+    [experts, out] of such biases."""
+
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, outputs, *inputs = self.tensors[0].shape
+        return (experts, *inputs, len(self.tensors) * outputs)
+
+    def read(self, blocks: Blocks, index: Index) -> np.ndarray:
+        experts, *inputs, outputs = index
+        numbers = range(experts.start, experts.stop)
+        return np.ascontiguousarray(np.stack([self._expert(blocks, each, inputs) for each in numbers])[..., outputs])
+
+    def _expert(self, blocks: Blocks, expert: int, inputs: list[slice]) -> np.ndarray:
+        size = self.tensors[0].shape[1]
+        if not inputs:
+            rows = [blocks.rows(each, slice(expert, expert + 1), slice(0, size))[0] for each in self.tensors]
+            return np.stack(rows, axis=-1).ravel()
+        own = slice(expert * size, (expert + 1) * size)
+        return np.stack([blocks.rows(each, own, inputs[0]).T for each in self.tensors], axis=-1).reshape(
+            inputs[0].stop - inputs[0].start, -1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ByHeads:
+    """`kv_b_proj` [heads * (keys + values), rank], of keys [heads, rank, keys] and values [heads, values, rank]."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        heads, rank, keys = self.keys.shape
+        return heads * (keys + self.values.shape[1]), rank
+
+    def read(self, blocks: Blocks, index: Index) -> np.ndarray:
+        (_, rank, keys), values = self.keys.shape, self.values.shape[1]
+        size = keys + values
+        first, last = index[0].start // size, -(-index[0].stop // size)
+        up = blocks.rows(self.keys, slice(first * rank, last * rank), slice(0, keys)).reshape(-1, rank, keys)
+        out = blocks.rows(self.values, slice(first * values, last * values), slice(0, rank)).reshape(-1, values, rank)
+        rows = np.concatenate([up.swapaxes(1, 2), out], axis=1).reshape(-1, rank)
+        return rows[index[0].start - first * size : index[0].stop - first * size, index[1]]
+
+
+def views_of(file: GGUFFile, config: ModelConfig) -> dict[str, View]:
+    """By the checkpoint's names. Raises `WrongShape` with the file's name of a tensor that is of another."""
+    return {name: view for layer in range(config.num_layers) for name, view in _of_layer(file, config, layer)}
+
+
+def _of_layer(file: GGUFFile, config: ModelConfig, layer: int) -> Iterator[tuple[str, View]]:
+    if config.latent is not None and f"blk.{layer}.attn_k_b.weight" in file.tensors:
+        rank, heads = config.latent.kv_lora_rank, config.num_heads
+        keys = _tensor(file, f"blk.{layer}.attn_k_b.weight", (heads, rank, config.latent.qk_nope_head_dim))
+        values = _tensor(file, f"blk.{layer}.attn_v_b.weight", (heads, config.latent.v_head_dim, rank))
+        if keys is not None and values is not None:
+            yield f"model.layers.{layer}.self_attn.kv_b_proj.weight", ByHeads(keys, values)
+    if config.is_sparse(layer):
+        assert config.experts is not None
+        number, width, hidden = config.experts.number, config.experts.width, config.hidden_size
+        shapes = {"gate": (number, width, hidden), "up": (number, width, hidden), "down": (number, hidden, width)}
+        found = {each: _tensor(file, f"blk.{layer}.ffn_{each}_exps.weight", shapes[each]) for each in MATRICES}
+        biases = {each: _tensor(file, f"blk.{layer}.ffn_{each}_exps.bias", shapes[each][:2]) for each in MATRICES}
+        fused = EXPERT_NAMES[config.family].fused
+        yield from _in_turns(layer, found, biases) if fused else _each_alone(config, layer, found)
+
+
+def _in_turns(
+    layer: int, found: dict[str, Tensor | None], biases: dict[str, Tensor | None]
+) -> Iterator[tuple[str, View]]:
+    prefix = f"model.layers.{layer}.mlp.experts"
+    for ours, theirs in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        for suffix, tensors in (("", found), ("_bias", biases)):
+            parts = tuple(tensor for each in theirs if (tensor := tensors[each]) is not None)
+            if len(parts) == len(theirs):
+                yield f"{prefix}.{ours}{suffix}", InTurns(parts)
+
+
+def _each_alone(config: ModelConfig, layer: int, found: dict[str, Tensor | None]) -> Iterator[tuple[str, View]]:
+    names = EXPERT_NAMES[config.family]
+    for each, matrix in zip(MATRICES, names.matrices, strict=True):
+        tensor = found[each]
+        for expert in range(tensor.shape[0] if tensor is not None else 0):
+            assert tensor is not None
+            yield f"model.layers.{layer}.{names.block}.experts.{expert}.{matrix}.weight", OfExpert(tensor, expert)
+
+
+def _tensor(file: GGUFFile, name: str, wanted: tuple[int, ...]) -> Tensor | None:
+    found = file.tensors.get(name)
+    if found is not None and found.shape != wanted:
+        raise WrongShape(f"{found.path}: tensor {name} has shape {found.shape}; the config asks for {wanted}")
+    return found

@@ -1,0 +1,530 @@
+"""What a run will be, worked out before anything is loaded: the model, the meshes, and every worker's sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from jdisagg.core.adapters import adapter_sizes
+from jdisagg.core.default_sizes import Size
+from jdisagg.core.errors import CheckpointError, ConfigError, MeshError
+from jdisagg.core.hardware import Chip
+from jdisagg.core.labels import Labels
+from jdisagg.core.layout.kv_layout import LANES, DraftPages, KVLayout
+from jdisagg.core.layout.reshard import StageShape, draft_shape
+from jdisagg.core.layout.stages import ring_cut, split_layers
+from jdisagg.core.mesh_spec import MeshSpec, PoolSpec, Schedule, WorkerMesh
+from jdisagg.core.model_config import AS_ACTIVATIONS, ModelConfig, WeightFormat
+from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings, int_list
+from jdisagg.core.worker_config import (
+    DRAFT_READS,
+    RAW,
+    Compress,
+    Digests,
+    Role,
+    TransferMode,
+    WorkerConfig,
+    always_guesses,
+    chunk_tokens,
+)
+from jdisagg.engine.reshape import Shape
+from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, why_no_model
+from jdisagg.model.gguf.file import gguf_name, is_gguf
+from jdisagg.serve.deploy.chosen_sizes import ChosenSizes, Devices, page_of, sizes_of
+from jdisagg.serve.deploy.memory import Budget, num_pages, own_layers
+from jdisagg.serve.deploy.speculation import (
+    Draft,
+    Speculation,
+    draft_layout,
+    kept_draft,
+    read_draft,
+    read_speculation,
+    with_head,
+)
+from jdisagg.serve.frontends.grammars import why_no_grammars
+
+# One worker's sizes: slots, chunks, page tables, and how it ships what it holds.
+
+
+def worker_config(
+    settings: Settings, sizes: ChosenSizes, place: WorkerMesh, page_size: int, longest: int, num_pages: int
+) -> WorkerConfig:
+    """One worker's sizes; slots are rounded up to whole microbatches."""
+    stages, depth = (1, place.pp) if place.role is Role.PREFILL else (place.pp, 1)  # of decode, of prefill alone
+    slots = -(-sizes.max_num_seqs // stages) * stages
+    ring = place.schedule is Schedule.RING  # whose program takes all slots, and no prompts
+    speculation = read_speculation(settings.speculative)
+    turns = turns_of(settings, sizes, place, speculation)
+    joint = turns > 1 and stages > 1 and not ring  # steps then take all slots, round its stages
+    guessed = 0 if ring else speculation.tokens
+    short = short_tokens(settings, sizes, slots // stages, page_size) if place.role is Role.DECODE and not ring else 0
+    mixed = settings.mixed_steps == "on" and (short > 0 or place.role is Role.COLOCATED) and not joint
+    return WorkerConfig(
+        worker=place.worker,
+        role=place.role,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_model_len=longest,
+        num_slots=slots,
+        **stages_of_a_step(place, stages, joint=joint),
+        prefill_stages=depth,
+        chunks_in_flight=depth + 1,  # one for each stage, and one that waits for the first
+        decode_turns=turns,
+        prefill_buckets=(short,) if short else chunk_sizes(settings, sizes, slots // stages if mixed else 0, page_size),
+        draft_tokens=guessed,
+        forced_tokens=0 if ring or guessed or why_no_grammars(settings) else settings.forced_tokens,
+        **drafts_of(speculation, longest, ring=ring),
+        table_buckets=table_widths(settings, sizes, longest, page_size),
+        max_chunk_seqs=sizes.max_chunk_seqs,
+        steps_in_flight=settings.steps_in_flight,
+        reserve_tokens=settings.reserve_tokens,
+        prefix_caching=settings.prefix_caching == "on",
+        dram_pages=-(-settings.dram_tokens // page_size),
+        disk_pages=-(-settings.disk_tokens // page_size),
+        shared_pool=bool(settings.pool),
+        peer_fetch=settings.peer_fetch,
+        tier_wire=RAW if settings.tier_compress == "none" else settings.tier_compress,
+        mixed_steps=mixed,
+        short_prompt_tokens=short,
+        embeds=settings.embeddings != "off",
+        ack_timeout_s=settings.handoff_timeout_s,
+        claim_timeout_s=settings.handoff_timeout_s * 2 / 3,  # the router waits for that long, and is to hear of it
+        labels=Labels.parse(settings.labels),
+        **adapter_sizes(settings),
+        router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
+    )
+
+
+def stages_of_a_step(place: WorkerMesh, stages: int, *, joint: bool) -> dict[str, int]:
+    """Its microbatches, each of which takes steps of its own, or the stages that a step of all slots goes through."""
+    ring = place.schedule is Schedule.RING
+    return {
+        "num_microbatches": 1 if ring or joint else stages,
+        "ring_stages": place.pp if ring else 1,
+        "joint_stages": stages if joint else 1,
+    }
+
+
+def table_widths(settings: Settings, sizes: ChosenSizes, longest: int, page_size: int) -> tuple[int, ...]:
+    """Of page tables, in pages, ascending; the widest holds the longest sequence."""
+    widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, sizes.buckets.smallest_width, 4)
+    return tuple(sorted({-(-width // page_size) for width in (*widths, longest) if width <= longest}))
+
+
+def turns_of(settings: Settings, sizes: ChosenSizes, place: WorkerMesh, speculation: Speculation) -> int:
+    """Of a dispatch: of a ring, or of one stage whose rows guess nothing, or only where it pays, or for grammars. A
+    head's states are made by single steps alone. Several stages take more than one where they are asked to, and guess
+    nothing at all: a step then holds all slots, and nobody begins to decode before all its KV is in."""
+    if place.schedule is Schedule.RING:
+        return sizes.ring_turns
+    guesses = always_guesses(speculation.tokens, guesses=speculation.guesses, auto=speculation.auto)
+    if place.role is Role.DECODE and place.pp > 1:
+        return 1 if speculation.tokens else settings.decode_turns or 1
+    one_stage = place.role.decodes and place.pp == 1
+    return sizes.decode_turns if one_stage and not guesses and not speculation.head else 1
+
+
+def chunk_sizes(settings: Settings, sizes: ChosenSizes, rows: int, page_size: int) -> tuple[int, ...]:
+    """Declared chunks, ascending, beside `rows` decode rows."""
+    chunk = chunk_tokens(sizes.max_num_batched_tokens, rows, page_size)
+    found = int_list(settings.prefill_buckets, "prefill_buckets") or _halvings(chunk, sizes.buckets.smallest_chunk, 4)
+    return found if found[-1] == chunk else (*(size for size in found if size < chunk), chunk)
+
+
+def short_tokens(settings: Settings, sizes: ChosenSizes, rows: int, page_size: int) -> int:
+    """The chunk of a decode worker with `rows` rows a step, in whole pages; 0 where the budget of a step has no room.
+
+    Only where it keeps pages for their content does it ever hold all but the end of a prompt.
+    """
+    if settings.prefix_caching != "on":
+        return 0
+    tokens = min(settings.short_prompt_tokens, sizes.max_num_batched_tokens - rows)
+    return max(0, tokens - tokens % page_size)
+
+
+def drafts_of(speculation: Speculation, longest: int, *, ring: bool) -> dict[str, Any]:
+    """What guesses, when, and what it reads first: a model of its own alone reads tokens."""
+    reads = min(DRAFT_READS, longest) if speculation.draft and not speculation.head else 0
+    auto = speculation.auto and not ring
+    said = {"guesses": speculation.guesses, "draft_auto": auto, "draft_ngrams": not speculation.draft}
+    return said | {"draft_reads": reads}
+
+
+def shipping_of(
+    settings: Settings, layers: tuple[range, ...], kv: KVLayout, draft: DraftPages | None = None
+) -> dict[str, Any]:
+    """How workers ship KV: when it leaves, in which layer groups, and what its bytes are; a draft's with the last."""
+    runs = kv_runs(layers, kv)
+    if draft is not None:
+        runs = (*runs[:-1], range(runs[-1].start, draft.layers.stop))
+    return {
+        "transfer": TransferMode(settings.transfer),
+        "digests": Digests(settings.transfer_digests),
+        "stage_admission": settings.stage_admission == "on",
+        "layer_groups": tuple((run.start, run.stop) for run in runs),
+        "draft_layers": draft.layout.num_layers if draft else 0,
+        "kv_token_bytes": kv.bytes_per_token + (draft.layout.bytes_per_token if draft else 0),
+        "compress": Compress(settings.transfer_compress),
+        "error_bound": settings.transfer_error_bound,
+        # Pages and dtypes may differ.
+        "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.parts} x {kv.head_dim}",
+    }
+
+
+def kv_runs(layers: tuple[range, ...], kv: KVLayout) -> tuple[range, ...]:
+    """The layers that have KV in each of these runs: a head's lies behind the last."""
+    return (*layers[:-1], range(layers[-1].start, kv.num_layers))
+
+
+def _halvings(largest: int, smallest: int, ratio: int) -> tuple[int, ...]:
+    """`largest` divided by `ratio` again and again while it stays over `smallest`, ascending."""
+    sizes = [largest]
+    while sizes[0] // ratio >= smallest:
+        sizes.insert(0, sizes[0] // ratio)
+    return tuple(sizes)
+
+
+EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
+AUTO, STORED = "auto", "stored"
+PAGE_DTYPES = {"fp8": "float8_e4m3fn"}  # as --kv_dtype calls it
+TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by benchmarks/compression.py
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One stack, ready to be built. `layers` are the decode stages' runs, and the layer groups of prefill meshes that
+    have no stages of their own (`layers_of`)."""
+
+    model_folder: Path
+    model_name: str
+    model: ModelConfig
+    mesh: MeshSpec
+    layers: tuple[range, ...]
+    dtype: str
+    weights: WeightFormat  # "auto" only on the CPU, where loading decides, as it does what stays full of int8 and fp8
+    kv: KVLayout  # of decode and colocated workers
+    prefill_kv: KVLayout  # of prefill workers
+    max_model_len: int
+    workers: tuple[WorkerConfig, ...]
+    sizes: ChosenSizes
+    device_bytes: int | None = None  # of memory, of one device; None on the CPU
+    dtypes: Mapping[Role, str] = field(default_factory=dict[Role, str])  # of activations, where they are not `dtype`
+    draft: Draft | None = None  # the model or head that guesses what is drawn
+    draft_pages: DraftPages | None = None  # of decode and colocated workers, where its KV goes with the model's
+
+    def dtype_of(self, role: Role) -> str:
+        """Of activations of workers of this role."""
+        return self.dtypes.get(role, self.dtype)
+
+    @property
+    def weight_dtype(self) -> str:
+        return self.weights.dtype
+
+    def layout(self, role: Role) -> KVLayout:
+        """How workers of this role hold KV."""
+        return self.prefill_kv if role is Role.PREFILL else self.kv
+
+    def shapes(self, place: WorkerMesh) -> list[StageShape]:
+        """The layer groups of the worker at this place."""
+        kv = self.layout(place.role)
+        runs = kv_runs(self.layers_of(place), kv)
+        shapes = [StageShape(run, place.tp, kv.page_size, kv.dtype) for run in runs]
+        if self.draft_pages is not None and self.draft is not None and isinstance(self.draft[1], ModelConfig):
+            pages = replace(self.draft_pages, layout=draft_layout(self.draft[1], kv))
+            shapes.append(draft_shape(pages, place.tp))
+        return shapes
+
+    def layers_of(self, place: WorkerMesh) -> tuple[range, ...]:
+        """Of the worker's stages or layer groups."""
+        return own_layers(self.model, self.layers, place)
+
+    def place(self, worker: WorkerId) -> WorkerMesh:
+        return next(each for each in self.mesh.workers() if each.worker == worker)
+
+
+def resolve_deployment(
+    settings: Settings, platform: str, device_bytes: int | None, sized: bool = True, chip: Chip | None = None
+) -> Deployment:
+    """What `settings` ask for, on devices of `platform` ("cpu", "tpu", "gpu") with `device_bytes` of memory each.
+
+    chip: their data sheet, where there is one: sizes that nobody said follow from it.
+    Not `sized`: workers are other processes' affair, which know their memory; each has one sequence's pages here.
+    Logs a warning for workers that share devices; each then gets an equal part of their memory.
+    Raises ConfigError, MeshError or CheckpointError, each in one line.
+    """
+    folder = place_of(settings)
+    model = read_model(folder)
+    mesh = mesh_of(settings)
+    for line in (*sharing_warnings(mesh), *compression_warnings(settings)):
+        log.warning(line)
+    dtype, prefill_dtype = dtypes_of(settings, mesh, platform)
+    weights = weights_of(settings, folder, model, " and a ".join(mesh.platforms) or platform)
+    longest = longest_of(settings, model)
+    devices = Devices(platform, chip, device_bytes)
+    page, kv, prefill_kv = layouts_of(settings, model, mesh, devices, (dtype, prefill_dtype))
+    draft = read_draft(settings.speculative, folder, model)
+    kv, prefill_kv = (with_head(each, draft, settings, mesh) for each in (kv, prefill_kv))
+    layouts = {role: prefill_kv if role is Role.PREFILL else kv for role in Role}
+    layers = cut_layers(model, mesh)
+    draft_pages = _kept_draft(draft, settings, mesh, (kv, prefill_kv), devices)
+    budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None, draft_pages is not None)
+    budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
+
+    def pages_of(place: WorkerMesh, slots: int) -> int:
+        layout, held = layouts[place.role], budgets[place.role].of(place, mesh)
+        return num_pages(settings, slots, place, layout, longest, held) if sized else layout.pages_for(longest)
+
+    def room_of(place: WorkerMesh) -> int | None:
+        known = sized and (settings.kv_tokens or budgets[place.role].of(place, mesh).device_bytes is not None)
+        return pages_of(place, 1) * layouts[place.role].page_size if known else None
+
+    room = {place.worker: room_of(place) for place in mesh.workers()}  # of the first that has none it is told
+    sizes = sizes_of(settings, model, mesh, devices, page, longest, room)
+    workers = tuple(
+        worker_config(
+            settings, sizes, place, layouts[place.role].page_size, longest, pages_of(place, sizes.max_num_seqs)
+        )
+        for place in mesh.workers()
+    )
+    shipped = [shipping_of(settings, own_layers(model, layers, place), kv, draft_pages) for place in mesh.workers()]
+    workers = tuple(replace(each, **how) for each, how in zip(workers, shipped, strict=True))
+    workers = tuple(replace(each, stage_admission=False) if each.takes_all_slots else each for each in workers)
+    dtypes = {role: budgets[role].dtype for role in Role}
+    kept = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_pages
+    return Deployment(folder, settings.served_model_name or name_of(folder), model, mesh, layers, dtype, weights, *kept)
+
+
+def _kept_draft(
+    draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: tuple[KVLayout, KVLayout], devices: Devices
+) -> DraftPages | None:
+    name = fingerprint_of(draft[0], draft[1], settings) if draft and isinstance(draft[1], ModelConfig) else ""
+    return kept_draft(draft, settings, mesh, layouts, name, devices)
+
+
+def longest_of(settings: Settings, model: ModelConfig) -> int:
+    """Tokens of one sequence. Raises ConfigError where the model has not so many positions."""
+    if settings.max_model_len > model.max_position:
+        over = f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
+        raise ConfigError(over)
+    return settings.max_model_len or model.max_position
+
+
+def layouts_of(
+    settings: Settings, model: ModelConfig, mesh: MeshSpec, devices: Devices, dtypes: tuple[str, str]
+) -> tuple[Size, KVLayout, KVLayout]:
+    """The size of pages, and how decode and prefill workers hold KV. dtypes: of their activations."""
+    kv_dtype = PAGE_DTYPES.get(settings.kv_dtype, settings.kv_dtype) if settings.kv_dtype != AUTO else dtypes[0]
+    tiled = "tpu" in (mesh.platforms or (devices.platform,))
+    page = page_of(settings, mesh, devices, KVLayout.of(model, 1, kv_dtype, tiled), longest_of(settings, model))
+    kv = KVLayout.of(model, page.value, kv_dtype, tiled)
+    asked = next(name for name in (settings.prefill_kv_dtype, settings.kv_dtype, dtypes[1]) if name != AUTO)
+    sent = replace(kv, page_size=settings.prefill_page_size or page.value, dtype=PAGE_DTYPES.get(asked, asked))
+    check_scaled(settings, model, mesh, kv, sent)
+    return page, kv, sent
+
+
+def check_scaled(settings: Settings, model: ModelConfig, mesh: MeshSpec, kv: KVLayout, sent: KVLayout) -> None:
+    """Raises ConfigError where pages are to be quantised and cannot be. sent: of prefill workers."""
+    own = [each for each in (kv, sent) if each.scaled]
+    if not own:
+        return
+    said = f"--kv_dtype={settings.kv_dtype}, --prefill_kv_dtype={settings.prefill_kv_dtype}"
+    if mesh.is_ring:
+        raise ConfigError(f"{said} and --mesh={mesh}: a ring's pages are not quantised")
+    if model.latent:
+        raise ConfigError(f"{said} and a model of {model.family}: latents are not quantised")
+    if len({each.dtype for each in own}) > 1:
+        raise ConfigError(f"{said}: pages of one cannot become the other's; give both the same, or one of them a float")
+    for name in ("transfer_compress", "tier_compress"):
+        if getattr(settings, name) != "none":
+            raise ConfigError(f"{said} and --{name}={getattr(settings, name)}: quantised pages travel as they are")
+    for each in own:
+        if each.tiled and (each.parts == 1 or each.head_dim % LANES):
+            raise ConfigError(f"{said} and heads of {model.head_dim} on a TPU: quantised rows are of {LANES} numbers")
+        if each.tiled and 2 * each.page_size % LANES:
+            raise ConfigError(f"{said} and pages of {each.page_size} tokens on a TPU: say --page_size={LANES // 2}")
+
+
+def dtypes_of(settings: Settings, mesh: MeshSpec, platform: str) -> tuple[str, str]:
+    """Of workers that decode, and of prefill workers: what is asked for, else what their devices are best at."""
+
+    def usual(prefills: bool) -> str:
+        found = [pool.platform or platform for pool in mesh.pools if (pool.role is Role.PREFILL) == prefills]
+        return "float32" if (found or [platform])[0] == "cpu" else "bfloat16"
+
+    dtype = settings.dtype if settings.dtype != "auto" else usual(False)
+    asked = [name for name in (settings.prefill_dtype, settings.dtype) if name != "auto"]
+    return dtype, asked[0] if asked else usual(True)
+
+
+def cut_layers(model: ModelConfig, mesh: MeshSpec) -> tuple[range, ...]:
+    """The layers of each decode stage. Raises MeshError."""
+    return ring_cut(model, mesh.decode_pp).runs if mesh.is_ring else split_layers(model, mesh.decode_pp)
+
+
+def model_fingerprint(deployment: Deployment, settings: Settings) -> str:
+    return fingerprint_of(deployment.model_folder, deployment.model, settings)
+
+
+def fingerprint_of(folder: Path, model: ModelConfig, settings: Settings) -> str:
+    """Of the model's numbers and its weights, by their files' sizes."""
+    text = json.dumps(asdict(model), sort_keys=True) + settings.load_format + str(settings.seed)
+    files = sorted((path.name, path.stat().st_size) for path in weight_files(folder))
+    return hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
+
+
+def weights_of(settings: Settings, folder: Path, model: ModelConfig, platform: str) -> WeightFormat:
+    """What --weight_dtype comes to for the model in `folder`. Raises ConfigError, CheckpointError."""
+    if settings.weight_dtype in (STORED, AUTO):
+        stored = stored_weights(folder, settings.load_format, model)
+        if stored is not None and (stored.dtype != "fp8" or platform == "gpu"):
+            return stored
+    return WeightFormat(weight_dtype_of(settings.weight_dtype, platform))
+
+
+def weight_dtype_of(asked: str, platform: str) -> str:
+    """--weight_dtype on devices of `platform`. Raises ConfigError for fp8 where its products do not exist."""
+    if asked == "fp8" and platform != "gpu":
+        raise ConfigError(f"--weight_dtype=fp8 needs a GPU's products, and this is a {platform}; int8 is as small")
+    return AS_ACTIVATIONS if asked == STORED or (asked == AUTO and platform != "cpu") else asked
+
+
+def place_of(settings: Settings) -> Path:
+    """Where the model lies. Raises CheckpointError where there is none."""
+    place = Path(settings.model) if settings.model else EMBEDDED_MODEL
+    why = why_no_model(place)
+    if why is not None:
+        raise CheckpointError(f"--model={settings.model or place}: {why}")
+    return place
+
+
+def mesh_of(settings: Settings) -> MeshSpec:
+    """--mesh; where it is "auto", two shards of prefill and two stages of decode. Raises MeshError, ConfigError."""
+    if settings.mesh != AUTO:
+        mesh = MeshSpec.parse(settings.mesh)
+        if mesh.is_ring and settings.tiers:
+            raise ConfigError(f"{settings.tiers} and --mesh={settings.mesh}: a ring keeps KV in HBM alone")
+        return mesh
+    model = read_model(place_of(settings))
+    return MeshSpec.parse(f"prefill:tp2,decode:pp{min(2, model.num_layers)}")
+
+
+def name_of(place: Path) -> str:
+    """What clients call the model at `place`, unless they are told another name."""
+    return "embedded" if place == EMBEDDED_MODEL else gguf_name(place) if is_gguf(place) else place.resolve().name
+
+
+def sharing_warnings(mesh: MeshSpec) -> list[str]:
+    """One line for each group of workers that share devices."""
+    return [
+        f"{' and '.join(workers)} share device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}: for testing only,"
+        f" they take turns on {'them' if len(ids) > 1 else 'it'}, and each gets 1/{len(workers)} of the memory"
+        for workers, ids in mesh.shared().items()
+    ]
+
+
+def compression_warnings(settings: Settings) -> list[str]:
+    """Where what is asked for would hardly ever happen."""
+    wire, bound = settings.transfer_compress, settings.transfer_error_bound
+    if bound >= TYPICAL_ERROR.get(wire, 0.0):
+        return []
+    return [
+        f"--transfer_compress={wire} loses about {TYPICAL_ERROR[wire]:g} of a layer, more than"
+        f" --transfer_error_bound={bound:g} allows: most KV will travel uncompressed"
+    ]
+
+
+# What a worker can be on its own devices: every role, and every way to cut them, worked out before anybody asks.
+
+
+class Sized(Protocol):
+    """What a worker can be: its sizes, and of a machine of this process how it is cut (`engine.reshape.Shape`)."""
+
+    @property
+    def config(self) -> WorkerConfig: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShapes:
+    """One worker's, by the text of its mesh, as "decode:pp2". `impossible`: why it can not be some of them."""
+
+    num_devices: int
+    able: Mapping[str, Sized]
+    impossible: Mapping[str, str]
+    usual: Mapping[Role, str]  # of a role where nobody says more
+    fixed: str = ""  # why it is nothing but what it is, where that is so
+
+    def find(self, role: str, mesh: str) -> Sized:
+        """What it is to be: mesh as "pp2tp1", "" for the usual one. Raises ConfigError, MeshError."""
+        if role not in list(Role):
+            raise ConfigError(f"role is {role[:20]!r}, must be one of {', '.join(Role)}")
+        if not mesh:
+            return self._named(self.usual.get(Role(role), role))
+        (pool, *others) = MeshSpec.pools_of(f"{role}:{mesh}")
+        if others or pool.count != 1 or pool.first_device is not None:
+            raise MeshError(f"mesh is {mesh[:40]!r}, must be one worker's, as pp2tp2, and stays on its devices")
+        if pool.pp * pool.tp != self.num_devices:
+            raise MeshError(
+                f"mesh {mesh} is of {pool.pp * pool.tp} devices, and the worker stands on {self.num_devices}"
+            )
+        return self._named(str(pool))
+
+    def _named(self, name: str) -> Sized:
+        if name in self.able:
+            return self.able[name]
+        raise MeshError(
+            self.impossible.get(name) or self.fixed or f"{name} is none of what it can be: {', '.join(self.able)}"
+        )
+
+
+def shapes_of(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId) -> WorkerShapes:
+    """Of the worker at `place`, which is called `name`."""
+    able, impossible, usual = dict[str, Shape](), dict[str, str](), dict[Role, str]()
+    for pool in _cuts(len(place.device_ids)):
+        text = str(pool)
+        try:
+            at = replace(place, role=pool.role, pp=pool.pp, tp=pool.tp)
+            able[text] = _shape(deployment, settings, at, name, deployment.layout(place.role))
+        except ConfigError as error:
+            impossible[text] = str(error)
+        started_so = any(
+            (each.role, each.pp, each.tp) == (pool.role, pool.pp, pool.tp) for each in deployment.mesh.pools
+        )
+        if started_so or pool.role not in usual:
+            usual[pool.role] = text
+    return WorkerShapes(len(place.device_ids), able, impossible, usual)
+
+
+def _cuts(devices: int) -> Iterator[PoolSpec]:
+    """Every role on so many devices; the most stages first, of prefill the fewest."""
+    tps = [tp for tp in range(1, devices + 1) if devices % tp == 0]
+    for role in Role:
+        for tp in reversed(tps) if role is Role.PREFILL else tps:
+            yield PoolSpec(role, pp=devices // tp, tp=tp)
+
+
+def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId, own: KVLayout) -> Shape:
+    """own: of the pages it starts with. Raises ConfigError, MeshError where it cannot be."""
+    model, layout = deployment.model, deployment.layout(place.role)
+    if settings.tiers and layout != own:
+        raise ConfigError(f"{place.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")
+    stages = split_layers(model, place.pp) if place.role.decodes else deployment.layers
+    layers = own_layers(model, stages, place)
+    kept, draft = deployment.draft_pages, deployment.draft[1] if deployment.draft else None
+    held = deployment.weights, deployment.device_bytes, draft
+    budget = Budget(model, stages, deployment.dtype_of(place.role), *held, draft_kept=kept is not None)
+    longest = deployment.max_model_len
+    pages = num_pages(
+        settings, deployment.sizes.max_num_seqs, place, layout, longest, budget.of(place, deployment.mesh)
+    )
+    config = worker_config(settings, deployment.sizes, place, layout.page_size, longest, pages)
+    config = replace(config, worker=name, **shipping_of(settings, layers, deployment.kv, kept))
+    return Shape(config, layout, layers)

@@ -1,0 +1,160 @@
+"""What each process of a deployment would hold and listen at, by arithmetic alone: nothing is loaded or bound."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from jdisagg.cluster.job import as_flags
+from jdisagg.cluster.membership import GroupPlace
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.mesh_spec import Schedule, WorkerMesh
+from jdisagg.core.model_config import AS_ACTIVATIONS
+from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import Role
+from jdisagg.model.checkpoint import size_text
+from jdisagg.serve.cluster.processes import ALL_ROLES, FRONT_ROLE, ROUTER_ROLE, plays
+from jdisagg.serve.deploy.deployment import AUTO, Deployment
+from jdisagg.serve.deploy.memory import Budget
+
+HERE = "ROUTER"  # whoever reads puts the router's host in its place
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One process: its roles, its workers, and its rank where it is one of a group of `size`."""
+
+    roles: tuple[str, ...]
+    places: tuple[WorkerMesh, ...]
+    rank: int = 0
+    size: int = 1
+
+    def devices(self, place: WorkerMesh) -> range:
+        """Its own of the worker's, which are dealt to ranks one run each."""
+        share = len(place.device_ids) // self.size
+        return place.device_ids[self.rank * share : (self.rank + 1) * share]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """A deployment, on devices of `platform`."""
+
+    deployment: Deployment
+    settings: Settings
+    platform: str
+    group: GroupPlace | None = None  # of this process, which says how large its role's groups are
+
+    def processes(self) -> list[ProcessPlan]:
+        """All of the deployment. Raises ConfigError where a worker cannot be dealt to a group."""
+        places = self.deployment.mesh.workers()
+        if self.settings.role == ALL_ROLES:
+            return [ProcessPlan((ALL_ROLES,), places)]
+        named = self.settings.role.split(",")
+        others = [role.value for role in Role if role.value not in named and any(each.role is role for each in places)]
+        own = [] if ROUTER_ROLE in named else [ROUTER_ROLE]
+        found: list[ProcessPlan] = []
+        for roles in ((each,) for each in own + others):
+            found.append(ProcessPlan(roles, self._places(roles)))
+        mine = self._places(tuple(named))
+        if self.group is None:
+            return sorted([*found, ProcessPlan(tuple(named), mine)], key=lambda each: ROUTER_ROLE not in each.roles)
+        return [*found, *self._members(tuple(named), mine, self.group.size)]
+
+    def _places(self, roles: tuple[str, ...]) -> tuple[WorkerMesh, ...]:
+        return tuple(each for each in self.deployment.mesh.workers() if plays(each.role, frozenset(roles)))
+
+    def _members(self, roles: tuple[str, ...], places: tuple[WorkerMesh, ...], size: int) -> Iterator[ProcessPlan]:
+        for place in places:
+            count = len(place.device_ids)
+            if count % size:
+                raise ConfigError(f"{place.worker} has {count} devices: a group of {size} cannot share them evenly")
+            for rank in range(size):
+                yield ProcessPlan(roles, (place,), rank, size)
+
+    def lines(self) -> Iterator[str]:
+        """For people, a paragraph a process."""
+        for process in self.processes():
+            yield ""
+            rank = f", rank {process.rank} of {process.size}" if process.size > 1 else ""
+            yield f"process  {','.join(process.roles)}{rank}"
+            for place in process.places:
+                yield from self._worker(process, place)
+            yield f"  ports    {', '.join(self._ports(process))}"
+            yield f"  command  {self.command(process)}"
+
+    def _worker(self, process: ProcessPlan, place: WorkerMesh) -> Iterator[str]:
+        devices = process.devices(place)
+        yield f"  {place.worker}: {self.platform} devices {devices.start}-{devices.stop - 1} of the mesh"
+        held = self.stage_bytes(place)
+        weights_bytes = kv_bytes = 0
+        config = next(each for each in self.deployment.workers if each.worker == place.worker)
+        for stage, (run, device_bytes, kept) in enumerate(held):
+            shards = [device for device in devices if (device - place.first_device) // place.tp == stage]
+            if not shards:
+                continue
+            first = (shards[0] - place.first_device) % place.tp
+            page_bytes = kept * self._page_bytes(place)
+            weights_bytes += len(shards) * device_bytes
+            kv_bytes += len(shards) * config.num_pages * page_bytes
+            yield (
+                f"    stage {stage}: layers {run.start}-{run.stop - 1}, shards {first}-{first + len(shards) - 1} of"
+                f" {place.tp}; a device: {size_text(device_bytes)} of weights,"
+                f" {size_text(config.num_pages * page_bytes)} of KV"
+            )
+        pages = f"{config.num_pages:,} pages of {config.page_size} tokens"
+        yield f"    whole: {size_text(weights_bytes)} of weights, {size_text(kv_bytes)} of KV in {pages}"
+
+    def stage_bytes(self, place: WorkerMesh) -> list[tuple[range, int, int]]:
+        """Of each stage its layers, and on a device bytes of weights and layers of pages, a ring's padding among them.
+
+        What loading would choose for counts as --dtype.
+        """
+        whole = self.deployment
+        weights = replace(whole.weights, dtype=AS_ACTIVATIONS) if whole.weights.dtype == AUTO else whole.weights
+        found = Budget(whole.model, whole.layers, whole.dtype, weights, None).stages(place)
+        if place.schedule is Schedule.RING:
+            ((places, held),) = found
+            return [(run, held, len(places)) for run in whole.layers]
+        return [(run, held, len(run)) for run, held in found]
+
+    def _page_bytes(self, place: WorkerMesh) -> int:
+        """A page of one layer on one device."""
+        return self.deployment.layout(place.role).layer_page_bytes(place.tp)
+
+    def _ports(self, process: ProcessPlan) -> Iterator[str]:
+        given, serves = self.settings, {ALL_ROLES, ROUTER_ROLE, FRONT_ROLE} & set(process.roles)
+        for name, port in (("http", given.http_port), ("grpc", given.grpc_port)):
+            if serves and port >= 0:
+                yield f"{name} {given.host}:{_port(port)}"
+        if ROUTER_ROLE in process.roles:
+            yield f"control {given.host}:{_port(given.control_port)}"
+        if process.places and ALL_ROLES not in process.roles:
+            host, _, port = given.kv_listen.rpartition(":")
+            yield f"KV {host}:{_port(int(port))}"
+        if process.size > 1 and process.rank == 0 and self.group is not None:
+            yield f"coordinator {self.group.coordinator}"
+        if not serves and not process.places:
+            yield "none"
+
+    def command(self, process: ProcessPlan) -> str:
+        """The process's own."""
+        standard = Settings()
+        told: dict[str, Any] = {each.name: getattr(self.settings, each.name) for each in fields(Settings)}
+        told |= {"role": ",".join(process.roles), "router": "", "group_rank": -1}
+        if ROUTER_ROLE not in process.roles and ALL_ROLES not in process.roles:
+            told["router"] = self.settings.router or f"{HERE}:{self.settings.control_port}"
+        if process.size > 1 and self.group is not None:
+            place = process.places[0].worker
+            group = self.group.group if len(self._places(process.roles)) == 1 else place
+            told |= {"group": group, "group_size": process.size, "group_rank": process.rank}
+            told["coordinator"] = self.group.coordinator
+        else:
+            told |= {"group": "", "group_size": 0, "coordinator": ""}
+        given = {name: value for name, value in told.items() if value != getattr(standard, name)}
+        return shlex.join(["python", "-m", "jdisagg.launch", *as_flags(**given)])
+
+
+def _port(port: int) -> str:
+    return str(port) if port else "any free one"

@@ -1,0 +1,127 @@
+"""What `--speculative` says: where the tokens come from that a step verifies, how many, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jdisagg.core.default_sizes import sheet_of
+from jdisagg.core.errors import CheckpointError, FlagError
+from jdisagg.core.layout.kv_layout import DraftPages, KVLayout
+from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.settings import Settings
+from jdisagg.model.checkpoint import read_sharing_vocabulary
+from jdisagg.model.draft_head import HeadConfig, read_head
+from jdisagg.policy.draft_kv import DraftPrice, price_of
+from jdisagg.serve.deploy.chosen_sizes import Devices
+
+DRAFT_TOKENS = 3
+OWN, OWN_HEAD = "draft", "eagle"  # the draft and the head that lie with a model, in folders of these names
+KINDS = ("ngram", "auto", "grammar", OWN, OWN_HEAD)
+HEADS = Path(__file__).parents[1] / "heads"  # of models that lie elsewhere, by how their names begin
+
+Draft = tuple[Path, ModelConfig | HeadConfig]
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Tokens of a draft, 0 for none; whether they are guessed of any row's, or come of grammars alone; whether they are
+    verified only where that is faster; and the model that guesses them, "" where n-grams do, or the head."""
+
+    tokens: int = 0
+    guesses: bool = True
+    auto: bool = False
+    draft: str = ""
+    head: bool = False
+
+
+def read_speculation(said: str) -> Speculation:
+    """Of off, or KIND[:MODEL][:N]. Raises FlagError."""
+    kind, *rest = said.split(":")
+    if said == "off":
+        return Speculation()
+    number = rest.pop() if rest and rest[-1].isdecimal() else str(DRAFT_TOKENS)
+    head = kind == OWN_HEAD or (kind == "auto" and rest[:1] == [OWN_HEAD])
+    rest = rest[1:] if head and kind == "auto" else rest
+    model = ":".join(rest) or (OWN_HEAD if head else OWN if kind == OWN else "")
+    named = kind in (OWN, OWN_HEAD, "auto")
+    if kind not in KINDS or int(number) == 0 or said.endswith(":") or (model and not named):
+        raise FlagError(
+            f"--speculative={said}: say off, {', '.join(KINDS)}, draft:MODEL, eagle:FOLDER, auto:MODEL,"
+            f" auto:eagle:FOLDER, or one of them with :N for N tokens instead of {DRAFT_TOKENS}"
+        )
+    return Speculation(int(number), kind != "grammar", kind == "auto", model, head)
+
+
+def read_draft(said: str, model_folder: Path, model: ModelConfig) -> Draft | None:
+    """Where the model or head lies that guesses, and its numbers; None where none does. Raises FlagError,
+    CheckpointError where there is none, ConfigError where its tokens are not the other's."""
+    speculation = read_speculation(said)
+    draft = speculation.draft
+    if not draft:
+        return None
+    if speculation.head:
+        folder = own_head(said, model_folder) if draft == OWN_HEAD else Path(draft)
+        return folder, read_head(folder, model, f"--speculative={said}: {folder}")
+    folder = model_folder / OWN if draft == OWN else Path(draft)
+    return folder, read_sharing_vocabulary(folder, model.vocab_size, f"--speculative={said}: {folder}")
+
+
+def own_head(said: str, model_folder: Path, heads: Path = HEADS) -> Path:
+    """The head that lies with the model, or that comes with the program. Raises CheckpointError."""
+    folder, name = model_folder / OWN_HEAD, model_folder.name.lower()
+    if folder.is_dir():
+        return folder
+    found = sorted(each for each in heads.glob("*") if each.is_dir() and name.startswith(each.name.lower()))
+    if not found:
+        raise CheckpointError(f"--speculative={said}: no head in {folder} nor for {name} in {heads}: name a folder")
+    return found[-1]
+
+
+def kept_draft(
+    draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: Sequence[KVLayout], name: str, devices: Devices
+) -> DraftPages | None:
+    """How a draft model's KV is kept with the model's, whose pages are of the first of these layouts; None where it is
+    not. name: of the draft and its weights. Raises FlagError."""
+    if draft is None or isinstance(draft[1], HeadConfig) or settings.draft_kv == "rebuild":
+        return None
+    kv, said = layouts[0], f"--draft_kv={settings.draft_kv} and --speculative={settings.speculative}"
+    pages = DraftPages(name, draft_layout(draft[1], kv), kv.num_layers)
+    why = f"a ring guesses nothing (--mesh={mesh})" if mesh.is_ring else ""
+    if any(each.scaled for each in layouts):
+        why = f"a draft's pages are not kept beside quantised ones ({', '.join(each.dtype for each in layouts)})"
+    if settings.draft_kv == "auto":
+        return pages if not why and _price(draft[1], pages.layout, settings, devices).ships else None
+    if why:
+        raise FlagError(f"{said}: {why}; say --draft_kv=rebuild")
+    return pages
+
+
+def _price(draft: ModelConfig, pages: KVLayout, settings: Settings, devices: Devices) -> DraftPrice:
+    chip = None if devices.platform == "cpu" else sheet_of(devices.platform, devices.chip)
+    always = not read_speculation(settings.speculative).auto
+    return price_of(draft, pages, chip, prefixes=settings.prefix_caching == "on", always=always)
+
+
+def draft_layout(draft: ModelConfig, kv: KVLayout) -> KVLayout:
+    """Of a draft's pages beside the model's."""
+    return KVLayout.of(draft, kv.page_size, kv.dtype, kv.tiled)
+
+
+def with_head(kv: KVLayout, draft: Draft | None, settings: Settings, mesh: MeshSpec) -> KVLayout:
+    """A head's keys and values lie behind the model's. Raises FlagError."""
+    if draft is None or not isinstance(draft[1], HeadConfig):
+        return kv
+    check_head(settings, mesh)
+    return replace(kv, num_layers=kv.num_layers + 1)
+
+
+def check_head(settings: Settings, mesh: MeshSpec) -> None:
+    """What a head cannot do, it is not asked for. Raises FlagError."""
+    if mesh.is_ring:
+        raise FlagError(
+            f"--speculative={settings.speculative}: a ring runs no head; --mesh={mesh} may have stages in its place,"
+            " or say ngram"
+        )

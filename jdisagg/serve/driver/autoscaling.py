@@ -1,0 +1,83 @@
+"""Live: the autoscaler observes the router's driver, is asked every few seconds on its thread, and posts its flips.
+
+With --autoscale=watch it flips nobody: what it would have is told by the metrics, for scalers outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from typing import Protocol
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.events import ROUTER, ChangeRole
+from jdisagg.core.request import WorkerId
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.policy.autoscaler import Flip, Scaling
+from jdisagg.policy.role_scaler import LOOK_S, RoleScaler
+from jdisagg.serve.deploy.deployment import WorkerShapes
+
+log = logging.getLogger("jdisagg.autoscaler")
+
+OFF, WATCH, FLIP = "off", "watch", "flip"
+
+
+class ScaledDriver(Protocol):
+    """What autoscaling needs of a driver."""
+
+    def now_s(self) -> float: ...
+
+    def post(self, actor: WorkerId, item: ChangeRole) -> None: ...
+
+    def call(self, act: Callable[[], None]) -> None: ...
+
+
+class Autoscaling:
+    """`shapes` says what each worker can be; without any, nobody flips. `drain_s`: what a flip leaves to what runs."""
+
+    def __init__(
+        self,
+        scaling: Scaling,
+        workers: Iterable[WorkerConfig],
+        shapes: Callable[[], Mapping[WorkerId, WorkerShapes]] = dict,
+        drain_s: float = 30.0,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self.scaler = RoleScaler(scaling, workers, self._can_be)
+        self._shapes, self._drain_s, self._look_s = shapes, drain_s, look_s
+        self._numbers = count(-1, -1)  # an operator's are above 0
+        self._stopped = threading.Event()
+
+    def start(self, driver: ScaledDriver) -> None:
+        """Looks from now on, until `stop`."""
+        threading.Thread(target=self._run, args=(driver,), name="autoscaler", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self, driver: ScaledDriver) -> None:
+        while not self._stopped.wait(self._look_s):
+            try:
+                driver.call(lambda: self.look(driver))
+            except RuntimeError:
+                return  # the driver has stopped
+
+    def look(self, driver: ScaledDriver) -> None:
+        """On the driver's thread."""
+        for flip in self.scaler.look(driver.now_s()):
+            config = self._config(flip)
+            assert config is not None, f"{flip} is none of what the worker can be"
+            log.warning("%s is to become %s: %s", flip.worker, flip.role, flip.why)
+            driver.post(ROUTER, ChangeRole(flip.worker, next(self._numbers), config, self._drain_s))
+
+    def _can_be(self, worker: WorkerId) -> frozenset[Role]:
+        return frozenset(role for role in Role if self._config(Flip(worker, role)) is not None)
+
+    def _config(self, flip: Flip) -> WorkerConfig | None:
+        shapes = self._shapes().get(flip.worker)
+        try:
+            return None if shapes is None else shapes.find(flip.role, "").config
+        except (ConfigError, KeyError):
+            return None

@@ -1,0 +1,211 @@
+"""Live: a worker's machine becomes another, while the others serve.
+
+What takes long happens on a thread of its own: weights are cut anew, programs compiled. Programs of machines that serve
+run on the driver's thread, one by one between its rounds: nobody else may touch their pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from jdisagg.core.model_config import NAMES, WeightFormat
+from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.declaration import DeclaredProgram
+from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.engine.reshape import Shape, compile_cold, programs_with, read_anew, reshaped, shape_of
+from jdisagg.model import calibration, products
+from jdisagg.model.checkpoint import weight_files
+from jdisagg.model.names import matrix_leaves
+from jdisagg.parallel.topology import machine_name
+from jdisagg.serve.deploy.deployment import Deployment, model_fingerprint
+
+log = logging.getLogger("jdisagg.driver")
+
+Call = Callable[[Callable[[], None]], None]  # has the driver's thread call it, and waits until it has
+
+
+class Reshaper(Protocol):
+    """Makes machines anew, and puts them where the driver finds them. Called on a thread of its own."""
+
+    def reshape(self, worker: WorkerId, config: WorkerConfig, call: Call) -> tuple[WorkerConfig, str]:
+        """What the worker's machine, warm, is now, and why it is not what was asked for; "" where it is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReshapeTimes:
+    """What a change cost, in seconds and bytes; `read_again`: weights that could not be cut anew in place."""
+
+    reshard_s: float
+    compile_s: float
+    warm_s: float
+    moved_bytes: int
+    num_programs: int  # that were not warm
+    read_again: tuple[str, ...] = ()
+
+
+@dataclass
+class MeshReshaper:
+    """Of real machines, which the driver shares. `shape`: how a config's machine is cut.
+
+    `remote_programs` are those it needs for workers of other processes; `became` is told of it on the driver's thread,
+    before its actor is.
+    """
+
+    machines: MutableMapping[WorkerId, MeshExecutor]
+    shape: Callable[[WorkerConfig], Shape]
+    remote_programs: Callable[[MeshExecutor], Sequence[DeclaredProgram]] = lambda machine: ()
+    became: Callable[[MeshExecutor], None] = lambda machine: None
+    times: dict[WorkerId, ReshapeTimes] = field(default_factory=dict[WorkerId, ReshapeTimes])
+
+    def reshape(self, worker: WorkerId, config: WorkerConfig, call: Call) -> tuple[WorkerConfig, str]:
+        old = self.machines[worker]
+        if config == old.config:
+            return config, ""
+        before = shape_of(old)
+        try:
+            self._change(old, self.shape(config), call)
+            return config, ""
+        except Exception as error:
+            log.exception("%s cannot become %s", worker, config.role)
+            self._warm(read_anew(old, before), call)
+            return before.config, f"{type(error).__name__}: {error}"
+
+    def _change(self, old: MeshExecutor, shape: Shape, call: Call) -> None:
+        began_s = time.perf_counter()
+        machine, held = reshaped(old, shape)
+        cut_s = time.perf_counter()
+        compiled_s, count = self._warm(machine, call)
+        done_s = time.perf_counter()
+        again = tuple(held.read_again)
+        self.times[shape.config.worker] = ReshapeTimes(
+            cut_s - began_s, compiled_s - cut_s, done_s - compiled_s, held.moved_bytes, count, again
+        )
+
+    def _warm(self, machine: MeshExecutor, call: Call) -> tuple[float, int]:
+        """Makes it ready and puts it in its place. When all was compiled, and how many programs were not warm."""
+        others = [each for name, each in self.machines.items() if name != machine.config.worker]
+        remote = [(machine, each) for each in self.remote_programs(machine)]
+        cold = compile_cold([*programs_with(machine, others), *remote])
+        compiled_s = time.perf_counter()
+        for owner, program in cold:
+            call(lambda owner=owner, program=program: owner.warm_one(program))
+        call(lambda: self._put(machine))
+        return compiled_s, len(cold)
+
+    def _put(self, machine: MeshExecutor) -> None:
+        self.machines[machine.config.worker] = machine
+        self.became(machine)
+
+
+# What was once measured about a model's weights on this machine, kept beside the programs that were compiled for
+# it.
+#
+# A choice holds for as long as all of it is the same: the model and its files, the mesh, the settings it followed
+# from, the machine with its cores, the versions, and the code that measures. A file that is damaged is measured
+# over.
+
+MEASURING = (calibration, products, products)  # what is measured, and how
+PACKAGES = ("jdisagg", "jax", "jaxlib")
+
+weights_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What matrices hold, why in one line, and the day it was measured (ISO 8601)."""
+
+    weights: WeightFormat
+    why: str
+    date: str
+
+
+def choices_folder() -> Path | None:
+    """The machine's folder of the compile cache; None where nothing is kept."""
+    place = jax.config.values.get("jax_compilation_cache_dir")
+    if not place or not jax.config.values.get("jax_enable_compilation_cache"):
+        return None
+    return Path(place) if Path(place).name == machine_name() else Path(place) / machine_name()
+
+
+@dataclass(frozen=True)
+class ChoiceMemory:
+    """The one choice that is made of `key`, in a file of `folder` (None: nowhere)."""
+
+    folder: Path | None
+    key: dict[str, Any]
+    matrices: frozenset[str]  # that the model can have
+
+    @classmethod
+    def of(cls, deployment: Deployment, settings: Settings, folder: Path | None) -> ChoiceMemory:
+        return cls(folder, key_of(deployment, settings), frozenset(matrix_leaves(deployment.model)))
+
+    def find(self) -> Choice | None:
+        try:
+            stored = json.loads(self._path().read_text(encoding="utf-8")) if self.folder is not None else {}
+        except (OSError, ValueError):
+            return None
+        return self._choice(stored) if isinstance(stored, dict) and stored.get("key") == self.key else None
+
+    def keep(self, choice: Choice) -> None:
+        """A folder that cannot be written costs a warning, and the next start its time."""
+        if self.folder is None:
+            return
+        weights = {"dtype": choice.weights.dtype, "full": sorted(choice.weights.full)}
+        text = json.dumps({"key": self.key, **weights, "why": choice.why, "date": choice.date}, indent=1)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False, encoding="utf-8") as file:
+                file.write(text)
+            os.replace(file.name, self._path())
+        except OSError as error:
+            weights_log.warning(
+                "what was measured of the weights is not kept for the next start: %s", error.strerror or error
+            )
+
+    def _path(self) -> Path:
+        assert self.folder is not None
+        digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:16]
+        return self.folder / f"weights-{digest}.json"
+
+    def _choice(self, stored: dict[str, Any]) -> Choice | None:
+        dtype, full, why, day = (stored.get(name) for name in ("dtype", "full", "why", "date"))
+        if dtype not in NAMES or not isinstance(why, str) or not isinstance(day, str) or not isinstance(full, list):
+            return None
+        known = all(isinstance(each, str) and each in self.matrices for each in full)
+        return Choice(WeightFormat(dtype, frozenset(full)), why, day) if known else None
+
+
+def key_of(deployment: Deployment, settings: Settings) -> dict[str, Any]:
+    """All that a choice follows from."""
+    code = b"".join(Path(str(module.__file__)).read_bytes() for module in MEASURING)
+    place = deployment.model_folder.resolve()
+    files = list(place.iterdir()) if place.is_dir() else weight_files(place)
+    return {
+        "model": model_fingerprint(deployment, settings),
+        "place": str(place),
+        "files": sorted(path.stat().st_mtime_ns for path in files),
+        "tokenizer": settings.tokenizer,
+        "mesh": str(deployment.mesh),
+        "asked": deployment.weight_dtype,
+        "dtype": deployment.dtype,
+        "rows": deployment.sizes.max_num_seqs,
+        "machine": machine_name(),
+        "cores": os.cpu_count(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "code": hashlib.sha256(code).hexdigest()[:16],
+    }

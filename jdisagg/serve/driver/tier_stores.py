@@ -1,0 +1,72 @@
+"""What keeps the pages of this process's workers below HBM, opened as the settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings
+from jdisagg.core.tiers import PagesFound, Tier
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.kv.tiers.pool.open import open_pool
+from jdisagg.kv.tiers.records import RecordLayout
+from jdisagg.kv.tiers.stores import DiskStore, DramStore, FileInUse, Store
+from jdisagg.serve.deploy.deployment import Deployment, model_fingerprint
+from jdisagg.serve.driver.driver import LiveDriver
+from jdisagg.serve.driver.kv_moves import WorkerStores
+
+
+def open_stores(
+    deployment: Deployment, settings: Settings, machines: Mapping[WorkerId, MeshExecutor]
+) -> dict[WorkerId, WorkerStores]:
+    """Of the workers that have tiers. Raises ConfigError where a file or a pool cannot be what it is to be."""
+    if not any(machine.config.has_tiers for machine in machines.values()):
+        return {}
+    model = model_fingerprint(deployment, settings)
+    return {worker: _stores(settings, machine, model) for worker, machine in machines.items()}
+
+
+def _stores(settings: Settings, machine: MeshExecutor, model: str) -> WorkerStores:
+    config, form = machine.config, machine.tier_pages.form
+    stores: dict[Tier, Store] = {}
+    if config.dram_pages:
+        stores[Tier.DRAM] = DramStore(config.dram_pages, form.record_bytes)
+    if config.disk_pages:
+        stores[Tier.DISK] = _disk(settings, config, form, form.fingerprint(model))
+    if config.shared_pool:
+        stores[Tier.POOL] = open_pool(settings.pool, form.fingerprint(model))
+    return WorkerStores(form.record_bytes, stores, form.fingerprint(model))
+
+
+def _disk(settings: Settings, config: WorkerConfig, form: RecordLayout, fingerprint: str) -> DiskStore:
+    """The first file of this role that no other worker has: names of workers last no longer than their process."""
+    folder = _folder(settings.disk_path)
+    for number in count():
+        try:
+            path = folder / f"{config.role}-{number}.kv"
+            return DiskStore(path, config.disk_pages, form.record_bytes, fingerprint)
+        except FileInUse:
+            continue
+    raise AssertionError("files are counted for ever")
+
+
+def _folder(path: str) -> Path:
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--disk_path={path}: {error.strerror}") from error
+    return folder
+
+
+def post_found(driver: LiveDriver, stores: Mapping[WorkerId, WorkerStores]) -> None:
+    """Before the driver starts: what disks hold since an earlier life."""
+    for worker, each in stores.items():
+        disk = each.stores.get(Tier.DISK)
+        found = disk.found() if isinstance(disk, DiskStore) else []
+        if found:
+            driver.post(worker, PagesFound(tuple(page for page, _ in found), b"".join(name for _, name in found)))

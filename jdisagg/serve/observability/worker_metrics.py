@@ -1,0 +1,444 @@
+"""Metrics of workers: steps that they run, prefixes that they find again, KV that they ship, room that they have."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from jdisagg.core.errors import BadTicket
+from jdisagg.core.events import (
+    EngineFailed,
+    KVArrived,
+    Received,
+    RunStep,
+    Send,
+    ShipKV,
+    StepDone,
+    WorkerJoined,
+    WorkerLost,
+)
+from jdisagg.core.ledger import Mark
+from jdisagg.core.messages import Ended, Joined, Preempted, Progress, Resend, Reserve, Reserved, StartPrefill, View
+from jdisagg.core.request import FinishReason
+from jdisagg.core.steps import KVTransfer
+from jdisagg.core.tiers import PagesMoved
+from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.engine.expert_load import ExpertLoad
+from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker_state import empty_view
+from jdisagg.serve.observability.metric_families import SECONDS, SEQUENCES, Families, Fold, Kind
+
+Workers = dict[str, WorkerConfig]  # those that are there now, by name
+USES = ("free", "in_flight", "live", "cached")  # of a page
+
+
+class StepMetrics:
+    """Programs that ran, and how they went wrong."""
+
+    def __init__(self, families: Families) -> None:
+        self._prefill_tokens = families.counter("prefill_tokens", "Tokens run through prefill", "worker")
+        self._prefill_runs = families.counter("prefill_runs", "Prefill programs run", "worker")
+        self._decode_runs = families.counter("decode_runs", "Decode steps run", "worker")
+        self._decode_batch = families.histogram("decode_batch_sequences", "Sequences in a step", SEQUENCES, "worker")
+        self._preemptions = families.counter(
+            "preemptions", "Sequences sent back to prefill for want of pages", "worker"
+        )
+        self._nan_logits = families.counter(
+            "nan_logits",
+            "Sequences ended because nothing could be drawn: logits that were no numbers, or a grammar's limits",
+            "worker",
+        )
+        self._failures = families.counter("engine_failures", "Programs or transfers that raised", "worker")
+
+    def folds(self) -> Mapping[Kind, Fold]:
+        return {
+            RunStep: self._step,
+            EngineFailed: lambda actor, item, now_s: self._failures.of(actor).inc(),
+            (Send, Preempted): lambda actor, item, now_s: self._preemptions.of(actor).inc(),
+            (Send, Ended): self._ended,
+        }
+
+    def _step(self, actor: str, item: RunStep, now_s: float) -> None:
+        """A mixed step counts for both phases."""
+        if item.plan.prefill is not None:
+            self._prefill_runs.of(actor).inc()
+            self._prefill_tokens.of(actor).inc(item.plan.prefill.num_tokens)
+        if item.plan.decode is not None:
+            self._decode_runs.of(actor).inc()
+            self._decode_batch.of(actor).observe(len(item.plan.decode.active))
+
+    def _ended(self, actor: str, item: Send, now_s: float) -> None:
+        assert isinstance(item.message, Ended)
+        if item.message.reason is FinishReason.ERROR:
+            self._nan_logits.of(actor).inc()
+
+
+class DraftMetrics:
+    """Tokens that were guessed, and those of them that were drawn, by what guesses: counted when they are read."""
+
+    def __init__(self, families: Families) -> None:
+        labels = "worker", "kind"
+        self._drafts = families.counter("spec_decode_drafts", "Rows of steps that had a draft", *labels)
+        self._draft_tokens = families.counter("spec_decode_draft_tokens", "Tokens of drafts", *labels)
+        self._accepted = families.counter("spec_decode_accepted_tokens", "Tokens of drafts that were drawn", *labels)
+
+    def folds(self) -> Mapping[Kind, Fold]:
+        return {StepDone: self._done}
+
+    def _done(self, actor: str, item: StepDone, now_s: float) -> None:
+        drawn = {slot: tokens for slot, tokens in item.decode if tokens} if item.guessed else {}
+        for slot, kind, tokens in item.guessed:
+            self._drafts.of(actor, kind).inc()
+            self._draft_tokens.of(actor, kind).inc(tokens)
+            self._accepted.of(actor, kind).inc(len(drawn[slot]) - 1 if slot in drawn else 0)
+
+
+class PrefixCacheMetrics:
+    """Prompt tokens that were looked up in kept KV, and found; of both pools, each by its own messages."""
+
+    def __init__(self, families: Families, workers: Workers) -> None:
+        self._workers = workers
+        self._queries = families.counter("prefix_cache_queries", "Prompt tokens looked up in kept KV", "worker")
+        self._hits = families.counter("prefix_cache_hits", "Prompt tokens whose KV was there", "worker")
+
+    def folds(self) -> Mapping[Kind, Fold]:
+        return {
+            (Received, StartPrefill): self._looked_up,
+            (Received, Reserve): self._looked_up_to_decode,
+            (Send, Progress): self._found,
+            (Send, Reserved): self._found_to_decode,
+        }
+
+    def _looked_up(self, actor: str, item: Received, now_s: float) -> None:
+        assert isinstance(item.message, StartPrefill)
+        if not self._only_decodes(actor):  # what it computes itself was counted with its reservation
+            self._queries.of(actor).inc(item.message.request.prompt_tokens)
+
+    def _looked_up_to_decode(self, actor: str, item: Received, now_s: float) -> None:
+        assert isinstance(item.message, Reserve)
+        if self._only_decodes(actor):
+            self._queries.of(actor).inc(item.message.prompt_tokens)
+
+    def _found(self, actor: str, item: Send, now_s: float) -> None:
+        assert isinstance(item.message, Progress)
+        if item.message.mark is Mark.PREFILL_STARTED and not self._only_decodes(actor):
+            self._hits.of(actor).inc(item.message.cached_tokens)
+
+    def _found_to_decode(self, actor: str, item: Send, now_s: float) -> None:
+        assert isinstance(item.message, Reserved)
+        if self._only_decodes(actor):
+            self._hits.of(actor).inc(item.message.cached_pages * item.message.page_size)
+
+    def _only_decodes(self, actor: str) -> bool:
+        config = self._workers.get(actor)
+        return config is not None and not config.role.prefills
+
+
+class TransferMetrics:
+    """KV on its way from worker to worker. `page_bytes`: of a page over all layers."""
+
+    def __init__(self, families: Families, workers: Collection[WorkerConfig], page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._num_layers = max((config.layer_groups[-1][1] for config in workers if config.layer_groups), default=1)
+        ends = "source", "destination"
+        self._bytes = families.counter("shipped_bytes", "KV shipped between workers", *ends)
+        self._seconds = families.histogram("ship_seconds", "Of a part, from packed to arrived", SECONDS, *ends)
+        self._resends = families.counter("parts_resent", "Parts of KV asked for again, broken or missing", "worker")
+
+    def folds(self) -> Mapping[Kind, Fold]:
+        return {
+            RunStep: self._step,
+            ShipKV: lambda actor, item, now_s: self._shipped(item.transfer),
+            KVArrived: self._arrived,
+            (Send, Resend): lambda actor, item, now_s: self._resends.of(actor).inc(),
+        }
+
+    def _step(self, actor: str, item: RunStep, now_s: float) -> None:
+        for transfer in item.ships:
+            self._shipped(transfer)
+
+    def _shipped(self, transfer: KVTransfer) -> None:
+        first, stop = transfer.layers or (0, self._num_layers)
+        page_bytes = self._page_bytes * (stop - first) / self._num_layers
+        self._bytes.of(transfer.source, transfer.destination).inc(len(transfer.source_pages) * page_bytes)
+
+    def _arrived(self, actor: str, item: KVArrived, now_s: float) -> None:
+        self._seconds.of(item.transfer.source, item.transfer.destination).observe(item.wire_s)
+
+
+class PoolMetrics:
+    """Room on each worker, as its views told the router; of a worker that is gone there is none."""
+
+    def __init__(self, families: Families, workers: Workers) -> None:
+        self._workers = workers
+        self._pages = families.gauge(
+            "kv_pages", "KV pages that a reservation may take (free), and the others (used)", "worker", "state"
+        )
+        self._by_use = families.gauge(
+            "kv_pages_by_use",
+            "KV pages: free, in_flight, live (in use), cached (kept, unused)",
+            "worker",
+            "use",
+        )
+        self._usage = families.gauge("kv_usage_ratio", "Share of KV pages that no reservation may take", "worker")
+        self._sequences = families.gauge("decode_sequences", "Sequences decoding, and room for more", "worker", "state")
+        self._backlog = families.gauge("prefill_backlog_tokens", "Prompt tokens not yet prefilled", "worker")
+        self._stream_tokens = families.gauge(
+            "stream_prompt_tokens", "--transfer=auto: prompt tokens from which KV leaves as it is computed", "worker"
+        )
+
+    def folds(self) -> Mapping[Kind, Fold]:
+        return {
+            (Received, View): self._received,
+            (Received, Joined): self._changed,
+            WorkerJoined: self._joined,
+            WorkerLost: self._lost,
+        }
+
+    def watch(self, name: str, worker: Worker) -> None:
+        """A worker of this process: what its pages are for is read when somebody asks."""
+        for use in USES:
+            self._by_use.of(name, use).set_function(lambda use=use: worker.shared.by_use()[use])
+
+    def _changed(self, actor: str, item: Received, now_s: float) -> None:
+        """Its role is another: what was shown of the other phase is no more."""
+        assert isinstance(item.message, Joined)
+        config = item.message.config
+        if config.worker in self._workers:
+            self._forget(config.worker, self._of_a_phase)
+            self._workers[config.worker] = config
+            self._set(config, empty_view(config))
+
+    def _received(self, actor: str, item: Received, now_s: float) -> None:
+        assert isinstance(item.message, View)
+        if item.sender in self._workers:
+            self._set(self._workers[item.sender], item.message)
+
+    def _joined(self, actor: str, item: WorkerJoined, now_s: float) -> None:
+        config = self._workers[item.config.worker] = item.config
+        self._set(config, empty_view(config))
+
+    def _lost(self, actor: str, item: WorkerLost, now_s: float) -> None:
+        if self._workers.pop(item.worker, None) is None:
+            return
+        states = [(self._pages, "free"), (self._pages, "used"), (self._usage,)]
+        self._forget(item.worker, [*states, *self._of_a_phase, *((self._by_use, use) for use in USES)])
+
+    @property
+    def _of_a_phase(self) -> list[tuple[Any, ...]]:
+        """Gauges, and what they are of, that only workers of one phase have."""
+        return [(self._sequences, "room"), (self._sequences, "running"), (self._backlog,), (self._stream_tokens,)]
+
+    @staticmethod
+    def _forget(worker: str, gauges: Iterable[tuple[Any, ...]]) -> None:
+        for gauge, *state in gauges:
+            with contextlib.suppress(KeyError):  # of the other phase
+                gauge.remove(worker, *state)
+
+    def _set(self, config: WorkerConfig, view: View) -> None:
+        worker, total = config.worker, config.num_pages
+        self._pages.of(worker, "free").set(view.free_pages)
+        self._pages.of(worker, "used").set(total - view.free_pages)
+        self._usage.of(worker).set(1 - view.free_pages / max(1, total))
+        if config.role.decodes:
+            self._sequences.of(worker, "room").set(view.free_slots)
+            self._sequences.of(worker, "running").set(view.running)
+        if config.computes_prompts:
+            self._backlog.of(worker).set(view.waiting_tokens)
+        if view.stream_tokens:
+            self._stream_tokens.of(worker).set(view.stream_tokens)
+
+
+# Metrics of worker processes, pushed to the router's process each second, so that its /metrics cover all workers.
+#
+# A process sends the samples that name a worker (those of programs, shipments and failures; what is free comes
+# with the workers' views already) and the router's process shows them beside its own. They are forgotten with the
+# process's link.
+
+PUSH_INTERVAL_S = 1.0
+WORKER_LABELS = frozenset({"worker", "source", "destination"})
+Samples = dict[str, list[Sample]]  # by the name of their family
+
+
+def samples_of(registry: CollectorRegistry) -> list[list[Any]]:
+    """[family, sample, labels, value] of every sample that names a worker, JSON values only."""
+    return [
+        [family.name, each.name, each.labels, each.value]
+        for family in registry.collect()
+        for each in family.samples
+        if WORKER_LABELS & each.labels.keys()
+    ]
+
+
+def read_samples(rows: Any) -> Samples:
+    """What `samples_of` made. Raises BadTicket where it is nothing of the kind."""
+    found: Samples = {}
+    try:
+        for family, name, labels, value in rows:
+            texts = {str(key): str(text) for key, text in labels.items()}
+            if not (isinstance(name, str) and name.startswith(family)):
+                raise ValueError(f"{name!r} is no sample of {family!r}")
+            found.setdefault(family, []).append(Sample(name, texts, float(value)))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BadTicket(f"a peer counts what cannot be read: {error}") from error
+    return found
+
+
+def family_of(name: str) -> str:
+    """The family that a sample of this name is of."""
+    for suffix in ("_total", "_sum", "_count"):
+        name = name.removesuffix(suffix)
+    return name
+
+
+class MergedRegistry(CollectorRegistry):
+    """The samples of this process and, in the same families, those that others sent. Any thread may call."""
+
+    def __init__(self, local: CollectorRegistry) -> None:
+        super().__init__()
+        self.local = local
+        self._lock = threading.Lock()
+        self._remote: dict[Any, Samples] = {}
+
+    def update(self, link: Any, samples: Samples) -> None:
+        """The latest samples of one process; they replace those before."""
+        with self._lock:
+            self._remote[link] = samples
+
+    def forget(self, link: Any) -> None:
+        with self._lock:
+            self._remote.pop(link, None)
+
+    def values(self, names: Collection[str]) -> Iterator[Sample]:
+        """The samples of these names alone, of all processes: what is not asked for is not worked out."""
+        with self._lock:
+            remote = list(self._remote.values())
+        for family in self.local.restricted_registry(names).collect():
+            yield from family.samples
+        for samples in remote:
+            for name in names:
+                yield from (each for each in samples.get(family_of(name), ()) if each.name == name)
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            remote = list(self._remote.values())
+        for family in self.local.collect():
+            for samples in remote:
+                family.samples.extend(samples.get(family.name, ()))
+            yield family
+
+
+# Metrics of KV below HBM: what moved between tiers, how long that took, what came to nothing, and what lies
+# there.
+
+
+class TierMetrics:
+    """A page that was read back is a hit of its source; one that was not there, or was broken, is a miss."""
+
+    def __init__(self, families: Families) -> None:
+        ends = "worker", "source", "destination"
+        self._pages = families.counter(
+            "tier_pages_moved", "KV pages that came from one tier (hbm, dram, disk, pool, peer) to another", *ends
+        )
+        self._missed = families.counter(
+            "tier_pages_missed", "KV pages asked of a tier that were not there, were broken, or were not taken", *ends
+        )
+        self._bytes = families.counter("tier_bytes", "KV moved between tiers", *ends)
+        self._seconds = families.histogram("tier_move_seconds", "Of a move, from its wish to its end", SECONDS, *ends)
+        self._failures = families.counter("tier_failures", "Moves of which a tier's store did not answer", *ends)
+        self._kept = families.gauge(
+            "tier_pages", "KV pages below HBM: free, in_flight, live (being read), cached", "worker", "tier", "use"
+        )
+
+    def folds(self) -> Mapping[Kind, Fold]:
+        return {PagesMoved: self._moved}
+
+    def _moved(self, actor: str, item: PagesMoved, now_s: float) -> None:
+        ends = actor, item.move.source.value, item.move.destination.value
+        if item.failed:
+            self._failures.of(*ends).inc()
+            return
+        came = sum(item.good)
+        self._pages.of(*ends).inc(came)
+        self._missed.of(*ends).inc(len(item.good) - came)
+        self._bytes.of(*ends).inc(item.num_bytes)
+        self._seconds.of(*ends).observe(item.seconds)
+
+    def watch(self, name: str, worker: Worker) -> None:
+        """A worker of this process: its tiers are looked at when somebody asks."""
+        for tier, pool in worker.tiers.pools.items():
+            for use in pool.by_use():
+                gauge = self._kept.of(name, tier.value, use)
+                gauge.set_function(lambda pool=pool, use=use: pool.by_use()[use])
+
+
+# How evenly tokens are spread over experts, as Prometheus asks for it: read from what the machines have counted.
+
+LABELS = ("model_name", "worker", "layer")
+Loads = Callable[[], Mapping[str, Sequence[ExpertLoad]]]  # of each worker, layer group by layer group
+
+
+class ExpertLoadCollector(Collector):
+    """The families of expert load, without samples where no worker of this process has counted anything."""
+
+    def __init__(self, model: str, loads: Loads) -> None:
+        self._model, self._loads = model, loads
+
+    def collect(self) -> Iterator[Metric]:
+        tokens = CounterMetricFamily(
+            "jdisagg_expert_load_tokens",
+            "Tokens that the layer's experts were sent, each once an expert",
+            labels=LABELS,
+        )
+        busiest = CounterMetricFamily(
+            "jdisagg_expert_load_busiest_tokens", "Those of each program's busiest expert", labels=LABELS
+        )
+        imbalance = GaugeMetricFamily(
+            "jdisagg_expert_load_imbalance_ratio", "Tokens of the busiest expert over those of the mean", labels=LABELS
+        )
+        for worker, loads in self._loads().items():
+            for load in loads:
+                for layer, counts, most in zip(load.layers, *load.totals(), strict=True):
+                    labels, total = (self._model, worker, str(layer)), int(counts.sum())
+                    tokens.add_metric(labels, total)
+                    busiest.add_metric(labels, int(most))
+                    imbalance.add_metric(labels, int(most) * len(counts) / max(total, 1))
+        yield from (tokens, busiest, imbalance)
+
+
+# Which adapters run and wait, in the one family by which vLLM tells it and its routers read it.
+
+NAME = "jdisagg_lora_requests_info"
+HELP = "Adapters of requests that run and that wait, by name; the value is the time"
+
+Asked = Callable[[], tuple[Iterable[str], Iterable[str]]]  # names of those that run, and of those that wait
+
+
+class AdapterCollector(Collector):
+    """Nothing where no worker has room for adapters."""
+
+    _labelnames = ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
+
+    def __init__(self, model: str, slots: Callable[[], int], asked: Asked) -> None:
+        self._model, self._slots, self._asked = model, slots, asked
+
+    def describe(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(NAME, HELP, labels=self._labelnames)
+
+    def collect(self) -> Iterator[Metric]:
+        slots = self._slots()
+        if not slots:
+            return
+        (family,) = self.describe()
+        assert isinstance(family, GaugeMetricFamily)
+        running, waiting = (",".join(sorted({*names})) for names in self._asked())
+        family.add_metric((self._model, str(slots), running, waiting), time.time())
+        yield family
