@@ -37,12 +37,12 @@ QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}  # of small editions: their f
 OF_NO_MACHINE = ("published",)  # arithmetic and virtual time: the same everywhere
 GIVEN = {
     "data_dir": "folder of the public traces (azure_llm_2023_conv.csv.gz and others)",
-    "models": "folder of benchmarks.peers.make_models' checkpoints, small and base, and of smollm2 as jdisagg.commands.convert"
+    "models": "folder of benchmarks.peers.make_models' checkpoints, small and base, and of smollm2 as jdisagg convert"
     " --format=hf writes it",
     "vllm_python": "interpreter of an environment with vLLM",
     "hf_python": "interpreter of an environment with transformers",
     "json_schema_suite": "folder json/tests in the source of jsonschema (pip download --no-binary :all: jsonschema)",
-    "profiles": "two profiles of jdisagg.commands.profile, with a comma, for the simulated lines of the crossover",
+    "profiles": "two profiles of jdisagg profile, with a comma, for the simulated lines of the crossover",
 }
 KERNELS = (
     "paged.*(x 128|x 512|x 2,048) tokens.*pages of (32|64)|paged.*x 512 tokens|prefill.*(1,024|2,048)|pack.*(raw|int8)"

@@ -73,7 +73,7 @@ def report_of(pod: str, folder: Path) -> dict[str, Any]:
         given = [f"--model={model}", f"--mesh={mesh}", f"--target={target}", f"--json={path}", *SIZES]
         done = subprocess.run([sys.executable, "-m", "jdisagg aot", *given], check=False)
         if done.returncode:
-            raise RuntimeError(f"{pod}: jdisagg.commands.aot ended with {done.returncode}")
+            raise RuntimeError(f"{pod}: jdisagg aot ended with {done.returncode}")
     return json.loads(path.read_text())
 
 

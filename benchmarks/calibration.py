@@ -3,7 +3,7 @@
     python -m benchmarks.calibration [--meshes=prefill:tp1,decode:pp1;colocated:1xtp1] [--requests=80] [--load=0.6]
         [--output=FILE] [--profiles=FOLDER]
 
-For each mesh: the run's own programs are timed (as jdisagg.commands.profile does) before, between and after the live runs, so
+For each mesh: the run's own programs are timed (as jdisagg profile does) before, between and after the live runs, so
 that what else the machine does falls on both sides; the rate is the one at which the simulator's busiest worker is at
 work for --load of the time; then Poisson arrivals, open loop, in this process. The simulator is given the instants at
 which the requests were really sent. Errors are of means: (simulated - live) / live; MAPE is the mean of their sizes.

@@ -59,7 +59,7 @@ LIMIT_S = flags.DEFINE_float("limit_s", 600.0, "no round begins that would end l
 START_S = flags.DEFINE_float("start_s", 600.0, "longest wait for the stacks", flag_values=FLAGS)
 CACHE_DIR = flags.DEFINE_string("cache_dir", "", "keeps compiled programs for the next run", flag_values=FLAGS)
 PROFILES = flags.DEFINE_list(
-    "profiles", [], "of jdisagg.commands.profile on one core: the simulation is shown beside", flag_values=FLAGS
+    "profiles", [], "of jdisagg profile on one core: the simulation is shown beside", flag_values=FLAGS
 )
 OUTPUT = flags.DEFINE_string("output", "", "JSON file to write", flag_values=FLAGS)
 PLOT = flags.DEFINE_string("plot", "", "PNG file to write", flag_values=FLAGS)

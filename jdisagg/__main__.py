@@ -1,6 +1,6 @@
 """`python -m jdisagg COMMAND ...`, or `jdisagg COMMAND ...`: every command by its name, and --help of all.
 
-A command is a module of this package that is run by `python -m jdisagg.COMMAND` as well, with the same flags.
+A command is a module of `jdisagg.commands`, or of this package where it is run as `python -m jdisagg.COMMAND` too.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ RUN = "if __name__ =="
 
 
 def commands() -> dict[str, str]:
-    """Names, with what each is for; nothing is imported for it."""
-    paths = [*HERE.glob("*.py"), *HERE.glob("*/__main__.py")]
-    found = {}
-    for path in paths:
-        source = path.read_text(encoding="utf-8")
-        if path != Path(__file__) and RUN in source:
-            name = path.parent.name if path.stem == "__main__" else path.stem
-            found[name] = purpose(ast.get_docstring(ast.parse(source)) or "")
-    return dict(sorted(found.items()))
+    """Returns the purpose of each command by its name, read from the sources without importing them."""
+    return {name: purpose(path) for name, path in sorted(command_files().items())}
 
 
-def purpose(law: str) -> str:
-    """The first sentence, without the command line that it may begin with."""
-    first = law.partition("\n\n")[0].replace("\n", " ")
+def command_files() -> dict[str, Path]:
+    """Returns the source file of each command by its name."""
+    paths = [*HERE.glob("*.py"), *HERE.glob("commands/*.py")]
+    return {path.stem: path for path in paths if path != Path(__file__) and RUN in path.read_text(encoding="utf-8")}
+
+
+def module_of(name: str) -> str:
+    """Returns the dotted name of a command's module."""
+    return f"jdisagg.{name}" if command_files()[name].parent == HERE else f"jdisagg.commands.{name}"
+
+
+def purpose(path: Path) -> str:
+    """Returns the first sentence of a file's docstring, without the command line that it may begin with."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    first = docstring.partition("\n\n")[0].replace("\n", " ")
     first = first.rpartition("`: ")[2].partition(". ")[0].rstrip(".")
     return first[:1].upper() + first[1:]
 
@@ -44,7 +49,7 @@ def help_text() -> str:
         [
             f"jdisagg {version('jdisagg')}: disaggregated LLM inference for JAX",
             "",
-            "jdisagg COMMAND [--flag=value ...], or python -m jdisagg.COMMAND; jdisagg COMMAND --help for its flags",
+            "jdisagg COMMAND [--flag=value ...], or python -m jdisagg COMMAND; jdisagg COMMAND --help for its flags",
             "",
             *lines,
         ]
@@ -63,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(version("jdisagg"))
         return 0
-    name, known = words[0], commands()
+    name, known = words[0], command_files()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(known)}"
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(sorted(known))}"
         print(f"jdisagg: unknown command {name!r}; {hint}", file=sys.stderr)
         return BAD_USE
     sys.argv = [f"jdisagg {name}", *words[1:]]
-    runpy.run_module(f"jdisagg.{name}", run_name="__main__", alter_sys=True)  # it ends by SystemExit
+    runpy.run_module(module_of(name), run_name="__main__", alter_sys=True)  # ends by SystemExit
     return 0
 
 

@@ -64,9 +64,9 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def room_of(path: Path) -> str:
-    """The package under jdisagg, or "" for an entry file."""
+    """Returns the package under jdisagg, or "" for an entry file."""
     parts = path.relative_to(ROOT / "jdisagg").parts
-    return parts[0] if len(parts) > 1 else ""
+    return parts[0] if len(parts) > 1 and parts[0] != "commands" else ""
 
 
 def in_rooms(*rooms: str) -> list[Path]:
@@ -74,7 +74,7 @@ def in_rooms(*rooms: str) -> list[Path]:
 
 
 def is_entry(path: Path) -> bool:
-    return path.parent == ROOT / "jdisagg" or path.name == "__main__.py"
+    return path.parent in (ROOT / "jdisagg", ROOT / "jdisagg" / "commands") or path.name == "__main__.py"
 
 
 def wrong_imports(path: Path, allowed: set[str]) -> list[str]:

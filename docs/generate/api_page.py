@@ -20,7 +20,7 @@ from jdisagg.serve.frontends.http.schema import IGNORED, REFUSED
 from tests.serve.scripted import ScriptedService
 
 ROOT = Path(__file__).parents[2]
-GRPC = ROOT / "jdisagg" / "serve" / "grpc"
+GRPC = ROOT / "jdisagg" / "serve" / "frontends" / "grpc"
 PROTOS = (GRPC / "jetstream.proto", "service Orchestrator"), (GRPC / "inference.proto", "service Inference")
 INTRO = """# HTTP, gRPC, Python
 

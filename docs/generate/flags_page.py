@@ -10,7 +10,7 @@ from absl import flags as absl_flags
 
 from docs.generate.markdown import table
 from jdisagg import flags
-from jdisagg.__main__ import commands
+from jdisagg.__main__ import commands, module_of
 from jdisagg.core.settings import Settings
 
 HEAD = ("flag", "default", "meaning")
@@ -22,9 +22,8 @@ win over the file. A flag of one name means one thing in all commands. `--max-mo
 
 
 def declared(command: str) -> flags.FlagValues:
-    """The flags of `jdisagg COMMAND`; each command's module says them by `declare()`."""
-    module = f"jdisagg.{command}" if command != "sim" else "jdisagg.commands.sim"
-    return import_module(module).declare()
+    """Returns the flags of `jdisagg COMMAND`, which its module declares by `declare()`."""
+    return import_module(module_of(command)).declare()
 
 
 def text() -> str:
@@ -55,7 +54,7 @@ def command_text(name: str, law: str) -> str:
     all_settings = "print_config" in values
     rows = list(rows_of(values, all_settings))
     note = "\n\nAnd all settings of a run." if all_settings else ""
-    return f"## jdisagg.{name}\n\n{law}\n\n{table(HEAD, rows)}{note}"
+    return f"## jdisagg {name}\n\n{law}\n\n{table(HEAD, rows)}{note}"
 
 
 def rows_of(values: flags.FlagValues, all_settings: bool) -> Iterator[tuple[str, str, str]]:

@@ -1,7 +1,7 @@
 """`python -m jdisagg profile --mesh=... --output=profile.json`: what this run's programs take on these devices.
 
 Builds and warms the stack that jdisagg.launch would (same settings, --config included), times its programs one by one
-and beside each other, and writes the table that `jdisagg.sim --cost=profile:FILE` is priced by: prefill by tokens and
+and beside each other, and writes the table that `jdisagg sim --cost=profile:FILE` is priced by: prefill by tokens and
 context, steps by batch and context and by stage, draws, each declared program over null pages, KV transfers by bytes
 and mode, what the host adds, and how much meshes that share a machine hold each other up. Give the machine nothing
 else to do meanwhile.

@@ -10,7 +10,7 @@ A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens),
 or by --servegen's rates. --rate stretches recorded arrivals alike.
 --cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines;
 --cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels, with --mixed_steps;
---cost=profile:FILE are your own devices as jdisagg.commands.profile timed them, with that run's model, sizes and transfers.
+--cost=profile:FILE are your own devices as jdisagg profile timed them, with that run's model, sizes and transfers.
 Where a trace names its blocks (mooncake), prompts that begin alike find each other's KV, as live; --dram_tokens,
 --disk_tokens and --pool_tokens keep it below HBM.
 """

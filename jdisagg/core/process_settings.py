@@ -83,7 +83,7 @@ class RunningSettings:
     """The process itself."""
 
     platform: str = everyday("auto", "running", "devices to use", ("auto", "cpu", "tpu", "gpu"))
-    record_dir: str = everyday("", "running", "keep the journal of every event here, for jdisagg.commands.replay")
+    record_dir: str = everyday("", "running", "keep the journal of every event here, for jdisagg replay")
     compile_cache_dir: str = everyday("auto", "running", "folder of compiled programs, for the next start; auto: in"
                                      " the user's cache folder; off: none; only:DIR: aot --save's alone")  # fmt: skip
     log_level: str = everyday("warning", "running", "of the servers; info: also a line for every HTTP request",

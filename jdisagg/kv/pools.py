@@ -73,7 +73,7 @@ class StagePages:
     """The KV pages of one stage, as `PagesOfStage`.
 
     A pool is [num_pages + 1, heads of all shards, parts, page_size, D]: a head is there once for every shard that
-    holds it, and where the shards do not share the heads evenly, some places are padding (see `core/layout/tensor_cut.py`).
+    holds it; where the shards do not share the heads evenly, some places are padding (`core/layout/tensor_cut.py`).
     Programs take `pools` donated and hand back the list that replaces it.
     """
 

@@ -38,7 +38,7 @@ class LatentQueries(NamedTuple):
     rope: Array  # [..., H, rotated]
     up: Array  # [H, N + V, R]: rows that make a head's key, then those that make its value
 
-    def of(self, rows: slice) -> "LatentQueries":
+    def of(self, rows: slice) -> LatentQueries:
         """Some of the rows."""
         return LatentQueries(self.nope[rows], self.rope[rows], self.up)
 

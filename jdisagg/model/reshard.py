@@ -1,7 +1,7 @@
 """A stage's weights from those that lie on the devices already, cut otherwise: nothing is read from the checkpoint.
 
-What moves is `core/layout/tensor_cut.py`'s plan. Every leaf of a worker's last life is one of its next: the same rows, cut
-for other shards, on other devices of the same worker. Numbers are moved as they are, so that the weights are to the
+The plan comes from `core/layout/tensor_cut.py`. Every leaf of a worker's last life is one of its next: the same rows,
+cut for other shards, on other devices of the same worker. Numbers are moved as they are, so that the weights are to the
 last bit what `load_stage` reads. A leaf is given up as soon as its successor is there: never are all held twice.
 """
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<!`)\]\(([^)\s]+)\)")
-PYTHON = re.compile(r"python -m ((?:jdisagg|benchmarks|tests|docs|pallas_kernels)[\w.]*)(.*)")
+PYTHON = re.compile(r"python -m (jdisagg [a-z]+|(?:jdisagg|benchmarks|tests|docs|pallas_kernels)[\w.]*)(.*)")
 SCRIPT = re.compile(r"bash (launch/\w+\.sh)(.*)")
 HASH = re.compile(r"\s+#.*$")
 

@@ -32,10 +32,11 @@ OF_RICH = 1  # its console ends the process with this
 PRESCRIBED = ("absl-py", "flax", "grpcio", "jax", "optax", "orbax-checkpoint")
 ASKED = """
 import contextlib, importlib, io, sys
+from jdisagg.__main__ import module_of
 without, names = %s
 sys.modules.update(dict.fromkeys(without))
 for name in names:
-    module = importlib.import_module("jdisagg.commands.sim" if name == "sim" else f"jdisagg.{name}")
+    module = importlib.import_module(module_of(name))
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert module.main([name, "--help"]) == 0, name
     assert "--config" in said.getvalue(), name

@@ -1,8 +1,8 @@
 """A page below HBM: one record of a fixed size, of all layers and all heads, whatever mesh wrote it or will read it.
 
-To the plan of transfers (`core/layout/reshard.py`) records are an end with one stage and one shard: a page leaves HBM as the
-slices that it would send there, each copied to its place in the record, and comes back as the slices that it would get
-from there. Digests of each layer and head, made where the page was packed, lie in the record, and are checked by the
+For the plan of transfers (`core/layout/reshard.py`) records are an end with one stage and one shard: a page leaves
+HBM as the slices that it would send there, each copied to its place in the record, and comes back as the slices that
+it would get from there. Digests of each layer and head, made where the page was packed, lie in the record, and are checked by the
 devices that take it.
 """
 

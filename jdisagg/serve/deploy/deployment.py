@@ -190,7 +190,7 @@ def _halvings(largest: int, smallest: int, ratio: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded"
+EMBEDDED_MODEL = Path(__file__).parents[2] / "embedded"
 AUTO, STORED = "auto", "stored"
 PAGE_DTYPES = {"fp8": "float8_e4m3fn"}  # as --kv_dtype calls it
 TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by benchmarks/compression.py

@@ -20,7 +20,7 @@ from jdisagg.serve.deploy.chosen_sizes import Devices
 DRAFT_TOKENS = 3
 OWN, OWN_HEAD = "draft", "eagle"  # the draft and the head that lie with a model, in folders of these names
 KINDS = ("ngram", "auto", "grammar", OWN, OWN_HEAD)
-HEADS = Path(__file__).parents[1] / "heads"  # of models that lie elsewhere, by how their names begin
+HEADS = Path(__file__).parents[2] / "heads"  # of models that lie elsewhere, by how their names begin
 
 Draft = tuple[Path, ModelConfig | HeadConfig]
 
