@@ -69,7 +69,7 @@ from jdisagg.sim.traces import Trace, closed_loop
 from jdisagg.sim.traces.workloads import by_rates, cut, drawn, read_workload
 
 ONE_AT_A_TIME: dict[str, Any] = {"chunks_in_flight": 1, "steps_in_flight": 1}  # as such engines run
-WRITERS = {"parquet": "jdisagg.sim.outcome", "report": "jdisagg.sim.report"}  # they need more than the project does
+WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need more than the project does
 
 
 def declare() -> flags.FlagValues:

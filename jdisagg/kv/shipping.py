@@ -1,7 +1,8 @@
 """KV on its way: pages packed into few arrays cut in head slices, put shard by shard, joined and scattered on arrival.
 
-The plan of `core/layout/reshard.py` says what moves. Each move is three steps, all asynchronous: a pack (program of the source), one put of all shards and slices (no reshard in flight), and an insert (donated program of the
-destination). Page counts are padded to buckets with the null page. A digest of every page, layer and head travels
+The plan of `core/layout/reshard.py` says what moves. Each move is three steps, all asynchronous: a pack (program of the
+source), one put of all shards and slices (no reshard in flight), and an insert (donated program of the destination).
+Page counts are padded to buckets with the null page. A digest of every page, layer and head travels
 beside them, and the destination compares before it inserts; numbers that were quantised for the way bring what that
 lost, and are refused over a bound.
 """

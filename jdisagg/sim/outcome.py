@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.ledger import PARTS, Ledger
@@ -237,14 +235,3 @@ def trust(checked: Checked | None) -> str:
 
 def _quantiles(values: np.ndarray, percents: Sequence[int]) -> list[float]:
     return [float(each) for each in np.percentile(values, percents)] if len(values) else [math.nan] * len(percents)
-
-
-# A simulated workload's requests as a Parquet file; needs pyarrow, so it is loaded only where one is asked for.
-
-
-def write_parquet(outcome: Outcome, path: Path | str) -> None:
-    """The columns of `outcome.columns`, one row a request. Raises ConfigError where the file cannot be written."""
-    try:
-        pq.write_table(pa.table(columns(outcome)), path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -31,8 +31,8 @@ from jdisagg.sim.outcome import (
     columns,
     goodput_rps,
     write_csv,
-    write_parquet,
 )
+from jdisagg.sim.parquet import write_parquet
 from jdisagg.sim.report import Story, tiles
 from jdisagg.sim.simulation import Place, SpanLog, Work, WorkSpan
 from jdisagg.sim.tiers import Moved

@@ -2,8 +2,8 @@
 
 For the plan of transfers (`core/layout/reshard.py`) records are an end with one stage and one shard: a page leaves
 HBM as the slices that it would send there, each copied to its place in the record, and comes back as the slices that
-it would get from there. Digests of each layer and head, made where the page was packed, lie in the record, and are checked by the
-devices that take it.
+it would get from there. Digests of each layer and head, made where the page was packed, lie in the record, and are
+checked by the devices that take it.
 """
 
 from __future__ import annotations
