@@ -12,7 +12,7 @@ from jdisagg.sim.outcome import Outcome, columns
 
 
 def write_parquet(outcome: Outcome, path: Path | str) -> None:
-    """Writes the columns of `outcome.columns`, one row per request. Raises ConfigError if the file cannot be written."""
+    """Writes the columns of `outcome.columns`, one row per request. Raises ConfigError if it cannot."""
     try:
         pq.write_table(pa.table(columns(outcome)), path)
     except OSError as error:
