@@ -169,15 +169,20 @@ def misnamed_booleans() -> dict[str, int]:
     counted = collections.Counter[str]()
     for path, node in classes():
         for each in node.body:
-            is_property = isinstance(each, ast.FunctionDef) and any(
-                "property" in ast.unparse(d) for d in each.decorator_list
-            )
-            if is_property and each.returns and ast.unparse(each.returns) == "bool" and not BOOLEAN.match(each.name):
+            name = boolean_name(each)
+            if name and not BOOLEAN.match(name):
                 counted[name_of(path)] += 1
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                if ast.unparse(each.annotation) == "bool" and not BOOLEAN.match(each.target.id):
-                    counted[name_of(path)] += 1
     return dict(counted)
+
+
+def boolean_name(node: ast.stmt) -> str:
+    """Returns the name of a boolean property or field; "" for any other statement of a class."""
+    if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "bool":
+        is_property = any("property" in ast.unparse(each) for each in node.decorator_list)
+        return node.name if is_property else ""
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return node.target.id if ast.unparse(node.annotation) == "bool" else ""
+    return ""
 
 
 def is_frozen(node: ast.ClassDef) -> bool:
@@ -251,9 +256,8 @@ def main() -> int:
     modules = importers()
     names = class_places()
     one_word = sum(len(words_of(name)) == 1 for name in names)
-    print(
-        f"{sum(package_lines().values()):,} lines in {len(sources())} files; policy in {len([*(ROOT / 'jdisagg' / 'policy').rglob('*.py')])}"
-    )
+    policy_files = sum(package_of(path) == "policy" for path in sources())
+    print(f"{sum(package_lines().values()):,} lines in {len(sources())} files, {policy_files} of them in policy")
     print(f"{len(single_importers()) / len(modules):.0%} of modules have one importer")
     print(f"{one_word / len(names):.0%} of class names are one word; {len(repeated_classes())} are used twice")
     for name, count in sorted(package_lines().items()):

@@ -1,4 +1,4 @@
-"""The code keeps its size and its language: budgets, names and docstrings, with lists of exceptions that only shrink."""
+"""The code keeps its size and its language: budgets, names, docstrings, and lists of exceptions that only shrink."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ print(json.dumps([len(files), lines, jumps / sum(len(each) - 1 for each in threa
 
 @pytest.mark.slow
 def test_one_streamed_answer_enters_few_files():
-    """Traces the second of two streams of a warm `LLM`: files entered, their lines, share of calls into another file."""
+    """Traces the second stream of an `LLM`: files entered, their lines, share of calls into another file."""
     done = subprocess.run(
         [sys.executable, "-c", TRACE], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
