@@ -1,10 +1,10 @@
-"""Which code of an operation a GPU gets: Mosaic's for Hopper, Triton's for what came before and after.
+"""The choice of the code that a GPU runs: Mosaic GPU on Hopper; elsewhere Triton for attention and XLA for the rest.
 
-A wgmma is Hopper's alone: Blackwell has another, and gets Triton's. A tuned choice says whose it is; where nothing was
-measured the generation decides.
+The wgmma instruction exists on Hopper alone: Blackwell replaced it, and takes the same code as Ampere. A tuned choice
+names its code; without one the GPU's generation decides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from pallas_kernels import mosaic
 from pallas_kernels.platforms import gpu_generation
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.tuning import MOSAIC, tuned, tuned_product
-from pallas_kernels.wire_format import STORED, PackedPages
 
 HOPPER = 9
 DECODE, PREFILL = "paged_attention", "prefill_attention"
@@ -57,51 +56,9 @@ def a_row_each(q: Array, page_table: Array) -> Any:
     return jax.ShapeDtypeStruct((page_table.shape[0], *q.shape[1:]), q.dtype)
 
 
-def writes_by_generation(hopper: Callable[..., Any], triton: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for what writes rows into pages, whose arguments come the other way round."""
-
-    def write(kv_pages: Array | QuantizedPages, k: Array, *rest: Any, **options: Any) -> Any:
-        return (hopper if takes_mosaic("write_kv_pages", k, kv_pages) else triton)(kv_pages, k, *rest, **options)
-
-    return write
-
-
-def packs_by_generation(hopper: Callable[..., PackedPages], triton: Callable[..., PackedPages]) -> Callable[..., Any]:
-    """The same for what packs pages of many layers."""
-
-    def pack(pools: Sequence[Array], page_ids: Array, *, wire: str, **options: Any) -> PackedPages:
-        dtype = pools[0].dtype if wire == "raw" else STORED[wire]
-        mine = takes_mosaic("pack_kv_pages", rows_of(pools[0], page_ids, dtype), pools[0])
-        return (hopper if mine else triton)(pools, page_ids, wire=wire, **options)
-
-    return pack
-
-
-def unpacks_by_generation(hopper: Callable[..., Any], triton: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for the way back."""
-
-    def unpack(pools: Sequence[Array], packed: PackedPages, page_ids: Array, **options: Any) -> Any:
-        rows = rows_of(pools[0], page_ids, packed.values.dtype)
-        mine = packed.scales is None and takes_mosaic("unpack_kv_pages", rows, pools[0])
-        return (hopper if mine else triton)(pools, packed, page_ids, **options)
-
-    return unpack
-
-
 def rows_of(pool: Array, page_ids: Array, dtype: Any) -> Any:
     """The shape of packed pages, as a choice is looked up by it."""
     return jax.ShapeDtypeStruct((page_ids.shape[0], pool.shape[1], pool.shape[4]), dtype)
-
-
-def multiplies_by_generation(hopper: Callable[..., Array], triton: Callable[..., Array]) -> Callable[..., Array]:
-    """The same for the grouped product."""
-
-    def multiply(x: Array, matrices: Array, sizes: Array, *, out_first: bool) -> Array:
-        return (hopper if multiplies_by_mosaic(x, matrices, out_first) else triton)(
-            x, matrices, sizes, out_first=out_first
-        )
-
-    return multiply
 
 
 def multiplies_by_mosaic(x: Array, matrices: Array, out_first: bool) -> bool:

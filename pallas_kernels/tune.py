@@ -140,7 +140,7 @@ def shapes_of(work: Work) -> tuple[Any, Any]:
 def kernel_of(platform: str, work: Work | Product, blocks: Blocks, interpret: bool) -> Callable[..., Any]:
     """The platform's own kernel, cut as told."""
     if isinstance(work, Product):
-        return tune_products.multiplier(blocks, interpret)
+        return tune_products.multiplier(blocks)
     if work.operation in MOVES:
         return mover(work.operation, blocks, interpret)
     options: dict[str, Any] = {"scale": 1.0, "window": None, "soft_cap": None, "interpret": interpret}
