@@ -5,16 +5,18 @@ names its code; without one the GPU's generation decides.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import Array
 
 from pallas_kernels import mosaic
+from pallas_kernels.arguments import PagedAttentionArgs, PrefillAttentionArgs
 from pallas_kernels.platforms import gpu_generation
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.tuning import MOSAIC, tuned, tuned_product
 
+Args = TypeVar("Args", PagedAttentionArgs, PrefillAttentionArgs)
 HOPPER = 9
 DECODE, PREFILL = "paged_attention", "prefill_attention"
 ABLE: dict[str, Callable[..., bool]] = {  # whether Mosaic's code can, of rows and pages
@@ -39,13 +41,14 @@ def takes_mosaic(operation: str, rows: Array, kv_pages: Array | QuantizedPages, 
     return bool(found.get(MOSAIC)) if found else True
 
 
-def by_generation(operation: str, hopper: Callable[..., Array], triton: Callable[..., Array]) -> Callable[..., Array]:
+def by_generation(
+    operation: str, hopper: Callable[[Args], Array], triton: Callable[[Args], Array]
+) -> Callable[[Args], Array]:
     """`operation`, by the code for the generation that is compiled for."""
 
-    def attend(q: Array, kv_pages: Array | QuantizedPages, page_table: Array, *rest: Any, **options: Any) -> Array:
-        rows = a_row_each(q, page_table) if operation == DECODE else q
-        mine = takes_mosaic(operation, rows, kv_pages, options.get("value_size"))
-        return (hopper if mine else triton)(q, kv_pages, page_table, *rest, **options)
+    def attend(args: Args) -> Array:
+        rows = a_row_each(args.q, args.page_table) if operation == DECODE else args.q
+        return (hopper if takes_mosaic(operation, rows, args.kv_pages, args.value_size) else triton)(args)
 
     return attend
 

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import offsets
+from pallas_kernels.arguments import PagedAttentionArgs
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.quantized import QuantizedPages, stored, wider
 from pallas_kernels.tuning import MOSAIC, tuned
@@ -61,31 +62,23 @@ class Rule(NamedTuple):
     precision: lax.DotAlgorithmPreset | lax.Precision | None  # of the products
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "blocks", "interpret"))
+@partial(jax.jit, static_argnames=("blocks", "interpret"))
 def paged_attention(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    lengths: Array,
-    sinks: Array | None,
+    args: PagedAttentionArgs,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int | None = None,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Array:
     """As `pallas_kernels.paged_attention`; pools of bytes of 2 to 4 GiB go to XLA."""
+    q, kv_pages, page_table, lengths, sinks = args.arrays
     if not within_reach(kv_pages):
-        options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
-        return xla.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
+        return xla.paged_attention(args)
     slots, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
     rows, row_blocks = rows_of_heads(heads // kv_heads)
-    runs = runs_of(size, value_size)
+    runs = runs_of(size, args.value_size)
     blocks = blocks or choose_blocks(q, kv_pages, runs)
-    rule = Rule(scale, window, soft_cap, runs, precision_of(product_dtype(q.dtype, kv_pages), interpret))
+    rule = Rule(args.scale, args.window, args.soft_cap, runs, precision_of(product_dtype(q.dtype, kv_pages), interpret))
     parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     per_head = shape((slots, parts, heads), jnp.float32)
@@ -97,7 +90,7 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(q, kv_pages, page_table, lengths)
-    return joined(partials, lengths, sinks, q.dtype, blocks, window, interpret)
+    return joined(partials, lengths, sinks, q.dtype, blocks, args.window, interpret)
 
 
 def joined(

@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
+from pallas_kernels.arguments import PagedAttentionArgs
 from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention import gpu, hopper_latents
 from pallas_kernels.paged_attention.gpu import LOG2_E, NEVER, Blocks, Rule, blocks_of
@@ -34,27 +35,18 @@ def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
     return parts._replace(tile=TILE, warps=4, stages=3)
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "blocks", "interpret"))
+@partial(jax.jit, static_argnames=("blocks", "interpret"))
 def paged_attention(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    lengths: Array,
-    sinks: Array | None,
+    args: PagedAttentionArgs,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int | None = None,
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
     """As `pallas_kernels.paged_attention`, of what `mosaic.fits_widened` or `mosaic.fits_latents`. interpret: the
     interpreter's parameters."""
-    if value_size is not None:
-        options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
-        options |= {"value_size": value_size, "blocks": blocks}
-        return hopper_latents.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
+    q, kv_pages, page_table, lengths, sinks = args.arrays
+    if args.value_size is not None:
+        return hopper_latents.paged_attention(args, blocks=blocks, interpret=interpret)
     interpret = interpret or None
     (slots, heads, size), times = (page_table.shape[0], *q.shape[1:]), q.shape[0] // page_table.shape[0]
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
@@ -66,10 +58,10 @@ def paged_attention(
     if times * groups > ROWS:
         page_table, slots, times = jnp.repeat(page_table, times, axis=0), q.shape[0], 1
     rows = rows_of(times * groups)
-    told = visible_rows(lengths, times, groups, window, blocks)
+    told = visible_rows(lengths, times, groups, args.window, blocks)
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     sums = shape((slots * parts * kv_heads * rows,), jnp.float32)
-    rule = Rule(scale, window, soft_cap, ((0, size),), None)
+    rule = Rule(args.scale, args.window, args.soft_cap, ((0, size),), None)
     top, total, mixed = plgpu.kernel(
         partial(attend_part, blocks=blocks, rule=rule, page_size=page_size, chip=mosaic.chip_of(interpret), kind=kind),
         out_type=(sums, sums, shape((sums.shape[0], size), jnp.float32)),
@@ -81,7 +73,9 @@ def paged_attention(
     )(side_by_side(q, kv_heads, times, rows).reshape(-1, size), page_table, lengths, told, *held.refs)
     found = mosaic.varying_as(q, top), mosaic.varying_as(q, total), mosaic.varying_as(q, mixed)
     partials = [each.reshape(slots, parts, kv_heads * rows, *each.shape[1:]) for each in found]
-    return gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, interpret is not None, (groups, rows, times))
+    return gpu.joined(
+        partials, lengths, sinks, q.dtype, blocks, args.window, interpret is not None, (groups, rows, times)
+    )
 
 
 def scratch(blocks: Blocks, page_size: int, size: int, *, codes: bool) -> list[Any]:

@@ -19,12 +19,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
+from pallas_kernels.arguments import PagedAttentionArgs
 from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.paged_attention.gpu import LOG2_E, MAX_PARTS, NEVER, PART_NUMBERS, Blocks, Rule, blocks_of
 from pallas_kernels.paged_attention.hopper_pages import Pages, Room, bring
 from pallas_kernels.paged_attention.hopper_rows import Walk, rows_of, side_by_side, visible_rows
 from pallas_kernels.paged_attention.hopper_tiles import Held
+from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.tuning import MOSAIC, tuned
 
 HALVES = 2  # of V: warpgroups that multiply
@@ -44,22 +46,17 @@ def choose_blocks(q: Array, kv_pages: Array, value_size: int) -> Blocks:
     return Blocks(parts, 4, TILE, warps=4, stages=STAGES)
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "blocks", "interpret"))
+@partial(jax.jit, static_argnames=("blocks", "interpret"))
 def paged_attention(
-    q: Array,
-    kv_pages: Array,
-    page_table: Array,
-    lengths: Array,
-    sinks: Array | None,
+    args: PagedAttentionArgs,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int,
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
     """As `pallas_kernels.paged_attention`, of what `mosaic.fits_latents`. interpret: parameters of the interpreter."""
+    q, kv_pages, page_table, lengths, sinks = args.arrays
+    value_size = args.value_size
+    assert value_size is not None and not isinstance(kv_pages, QuantizedPages)
     (slots, heads, size), times = (page_table.shape[0], *q.shape[1:]), q.shape[0] // page_table.shape[0]
     _, kv_heads, _, page_size, _ = kv_pages.shape
     a_row_each: Any = jax.ShapeDtypeStruct((slots, heads, size), q.dtype)
@@ -70,10 +67,10 @@ def paged_attention(
         page_table, slots, times = jnp.repeat(page_table, times, axis=0), q.shape[0], 1
     rows = rows_of(times * groups)
     row_blocks = pl.cdiv(rows, ROWS)
-    told = visible_rows(lengths, times, groups, window, blocks)
+    told = visible_rows(lengths, times, groups, args.window, blocks)
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     sums = shape((slots * parts * kv_heads * row_blocks, ROWS), jnp.float32)
-    rule = Rule(scale, window, soft_cap, ((0, value_size),), None)
+    rule = Rule(args.scale, args.window, args.soft_cap, ((0, value_size),), None)
     found = plgpu.kernel(
         partial(
             attend_part,
@@ -97,7 +94,7 @@ def paged_attention(
         for each in found
     ]
     padded = groups, row_blocks * ROWS, times
-    return gpu.joined(partials, lengths, sinks, q.dtype, blocks, window, bool(interpret), padded)
+    return gpu.joined(partials, lengths, sinks, q.dtype, blocks, args.window, bool(interpret), padded)
 
 
 def scratch(blocks: Blocks, page_size: int, size: int) -> list[Any]:

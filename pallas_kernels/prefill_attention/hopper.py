@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
+from pallas_kernels.arguments import PrefillAttentionArgs
 from pallas_kernels.mosaic import ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention.gpu import LOG2_E, NEVER
 from pallas_kernels.paged_attention.hopper_pages import Pages, Room, bring, rooms_of, scratch_of_rooms
@@ -64,35 +65,25 @@ def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
     return Blocks(TILE, 3) if isinstance(kv_pages, QuantizedPages) else Blocks(2 * TILE, 2)
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "blocks", "interpret"))
+@partial(jax.jit, static_argnames=("blocks", "interpret"))
 def prefill_attention(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    kv_lens: Array,
-    cu_q_lens: Array,
-    sinks: Array | None,
+    args: PrefillAttentionArgs,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int | None = None,
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
     """As `pallas_kernels.prefill_attention`, of what `mosaic.fits_widened` or `mosaic.fits_latent_chunks`. interpret:
     parameters of the interpreter."""
-    if value_size is not None:  # cut in one way, whatever `blocks` are
-        options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
-        arrays: Any = q, kv_pages, page_table, kv_lens, cu_q_lens, sinks
-        return hopper_latents.prefill_attention(*arrays, value_size=value_size, **options)
+    q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
+    if args.value_size is not None:  # cut in one way, whatever `blocks` are
+        return hopper_latents.prefill_attention(args, interpret=interpret)
     tokens, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
     held, kind = Held.of(kv_pages), stored(kv_pages).dtype.name if isinstance(kv_pages, QuantizedPages) else None
     blocks = blocks or choose_blocks(q, kv_pages)
-    rule = Rule(scale, window, soft_cap, heads // kv_heads)
+    rule = Rule(args.scale, args.window, args.soft_cap, heads // kv_heads)
     rows = WARPGROUPS * rule.tokens
-    work = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=blocks.tile, window=window, query_rows=rows)
+    work = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=blocks.tile, window=args.window, query_rows=rows)
     end = jnp.minimum(cu_q_lens[work.sequence + 1] - work.start, rows)
     spans = jnp.stack([work.sequence, work.start, work.position, work.first, work.stop, end], axis=1)
     out = plgpu.kernel(

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
+from pallas_kernels.arguments import PrefillAttentionArgs
 from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.paged_attention.gpu import LOG2_E, Rule
 from pallas_kernels.paged_attention.hopper_latents import (
@@ -30,34 +31,29 @@ from pallas_kernels.paged_attention.hopper_latents import (
 from pallas_kernels.paged_attention.hopper_pages import Pages, Room, bring
 from pallas_kernels.paged_attention.hopper_tiles import Held
 from pallas_kernels.prefill_attention import xla
+from pallas_kernels.quantized import QuantizedPages
 
 
 def prefill_attention(
-    q: Array,
-    kv_pages: Array,
-    page_table: Array,
-    kv_lens: Array,
-    cu_q_lens: Array,
-    sinks: Array | None,
+    args: PrefillAttentionArgs,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int,
     interpret: Any = None,
 ) -> Array:
     """As `pallas_kernels.prefill_attention`, of what `mosaic.fits_latent_chunks`. interpret: the interpreter's
     parameters."""
+    q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
+    value_size = args.value_size
+    assert value_size is not None and not isinstance(kv_pages, QuantizedPages)
     tokens, heads, size = q.shape
     page_size = kv_pages.shape[3]
     together = max(1, ROWS // heads)
-    work = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=TILE, window=window, query_rows=together)
+    work = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=TILE, window=args.window, query_rows=together)
     end = jnp.minimum(cu_q_lens[work.sequence + 1] - work.start, together)
     spans = jnp.stack([work.sequence, work.start, work.position, work.first, work.stop, end], axis=1)
     rows = q.reshape(-1, size)
     rows = jnp.pad(rows, ((0, max(0, ROWS - rows.shape[0])), (0, 0)))
     starts = [] if sinks is None else [jnp.tile(sinks.astype(jnp.float32) * LOG2_E, tokens + ROWS)[: rows.shape[0]]]
-    rule = Rule(scale, window, soft_cap, ((0, value_size),), None)
+    rule = Rule(args.scale, args.window, args.soft_cap, ((0, value_size),), None)
     out = plgpu.kernel(
         partial(attend_block, rule=rule, heads=heads, page_size=page_size, chip=mosaic.chip_of(interpret)),
         out_type=jax.ShapeDtypeStruct(

@@ -13,7 +13,7 @@ from pallas_kernels.prefill_attention import gpu as prefill_gpu
 from pallas_kernels.quantized import QuantizedPages, dequantize, quantize_pages
 from tests.pallas_kernels import test_paged_attention as decode
 from tests.pallas_kernels import test_prefill_attention as prefill
-from tests.pallas_kernels.shapes import Shape, make_pool, make_queries, rest_slow
+from tests.pallas_kernels.shapes import Shape, by_arrays, make_pool, make_queries, rest_slow
 from tests.pallas_kernels.test_paged_attention import FAVOURITE, OPTIONS, SINKS
 
 # Every head size, page size, group count and kind of pool, each once or twice: (shape, queries, pool).
@@ -31,12 +31,12 @@ HELD = jnp.asarray([210, 0, 64, 333], jnp.int32)
 
 def attend(q, kv_pages, page_table, lengths, *, sinks=None, **options):
     options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": True} | options
-    return attention_gpu.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
+    return by_arrays(attention_gpu.paged_attention)(q, kv_pages, page_table, lengths, sinks, **options)
 
 
 def attend_packed(q, kv_pages, page_table, kv_lens, cu_q_lens, *, sinks=None, **options):
     options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": True} | options
-    return prefill_gpu.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
+    return by_arrays(prefill_gpu.prefill_attention)(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
 
 
 def check_pools(check, attend, arrays, queries: str, pool: str):

@@ -29,7 +29,7 @@ from tests.pallas_kernels.latents import (
     pool_of_one_part,
     queries,
 )
-from tests.pallas_kernels.shapes import assert_close, decode_oracle, prefill_oracle, rest_slow, stored_pool
+from tests.pallas_kernels.shapes import assert_close, by_arrays, decode_oracle, prefill_oracle, rest_slow, stored_pool
 from tests.pallas_kernels.test_pack_kv_pages import (
     FROM,
     PACK,
@@ -44,18 +44,18 @@ from tests.pallas_kernels.tpu_modes import EAGER, FAST, LATE, RACE
 
 BASIC = {"window": None, "soft_cap": None}
 DECODE = {
-    "reference": decode_reference.paged_attention,
-    "tpu": partial(decode_tpu.paged_attention, interpret=FAST, cores=2),
-    "tpu-late": partial(decode_tpu.paged_attention, interpret=LATE, cores=2, block_pages=2),
-    "tpu-eager": partial(decode_tpu.paged_attention, interpret=EAGER, block_pages=2),
-    "gpu": partial(decode_gpu.paged_attention, interpret=True),
+    "reference": by_arrays(decode_reference.paged_attention),
+    "tpu": by_arrays(decode_tpu.paged_attention, interpret=FAST, cores=2),
+    "tpu-late": by_arrays(decode_tpu.paged_attention, interpret=LATE, cores=2, block_pages=2),
+    "tpu-eager": by_arrays(decode_tpu.paged_attention, interpret=EAGER, block_pages=2),
+    "gpu": by_arrays(decode_gpu.paged_attention, interpret=True),
 }
 PREFILL = {
-    "reference": prefill_reference.prefill_attention,
-    "tpu": partial(prefill_tpu.prefill_attention, interpret=FAST),
-    "tpu-late": partial(prefill_tpu.prefill_attention, interpret=LATE, cores=2, block_pages=2, block_rows=16),
-    "tpu-eager": partial(prefill_tpu.prefill_attention, interpret=EAGER, block_pages=2, block_rows=16),
-    "gpu": partial(prefill_gpu.prefill_attention, interpret=True),
+    "reference": by_arrays(prefill_reference.prefill_attention),
+    "tpu": by_arrays(prefill_tpu.prefill_attention, interpret=FAST),
+    "tpu-late": by_arrays(prefill_tpu.prefill_attention, interpret=LATE, cores=2, block_pages=2, block_rows=16),
+    "tpu-eager": by_arrays(prefill_tpu.prefill_attention, interpret=EAGER, block_pages=2, block_rows=16),
+    "gpu": by_arrays(prefill_gpu.prefill_attention, interpret=True),
 }
 SINKS = {"window": 20, "soft_cap": 3.0, "sinks": True, "scale": 0.2}
 # (variant, shape, dtype of the queries, dtype of the pool, options): the suite's first, then the slow ones

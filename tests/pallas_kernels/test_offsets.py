@@ -1,6 +1,5 @@
 """Pools of single bytes that Triton's offsets do not reach are left to XLA, and no others."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from pallas_kernels.offsets import within_reach
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.quantized import QuantizedPages
 from tests.pallas_kernels.gpu_target import gpu_devices
+from tests.pallas_kernels.shapes import by_arrays
 from tests.pallas_kernels.test_pack_aot import array
 
 GIB = 1 << 30
@@ -35,7 +35,7 @@ def test_a_pool_of_bytes_is_read_by_the_kernel_unless_it_is_of_2_to_4_gib(gib, k
     codes: Any = array(submesh, (pages, 8, 2, 32, 128), jnp.int8)
     scales: Any = array(submesh, (pages, 8, 64), jnp.float32)
     ints = array(submesh, (4, 8), jnp.int32), array(submesh, (4,), jnp.int32)
-    attend = partial(gpu.paged_attention, sinks=None, scale=1.0, window=None, soft_cap=None)
+    attend = by_arrays(gpu.paged_attention)
     with jax.sharding.set_mesh(submesh.mesh):
         lowered = jax.jit(attend).lower(array(submesh, (4, 32, 128), "bfloat16"), QuantizedPages(codes, scales), *ints)
     assert ("triton" in lowered.as_text()) is kernels

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import generations, tune, tuning
+from pallas_kernels.arguments import PagedAttentionArgs, PrefillAttentionArgs
 from pallas_kernels.tune_moves import MOVES, PACK, UNPACK, WRITE, arrays_of, choices, mover
 from pallas_kernels.tuning import MOSAIC
 
@@ -62,11 +63,13 @@ def test_a_choice_is_looked_up_by_slots_whatever_rows_each_has(monkeypatch):
     of_two_slots = tuple(tuning.key_of("paged_attention", q[:2], pool))
     monkeypatch.setitem(tuning.TUNED, of_two_slots, {MOSAIC: 0})
     attend = generations.by_generation("paged_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
-    assert attend(q, pool, jnp.zeros((2, 4), jnp.int32)) == "triton"  # four rows of each
-    assert attend(q, pool, jnp.zeros((8, 4), jnp.int32)) == "mosaic"
+    lengths = jnp.zeros(8, jnp.int32)
+    two, eight = (PagedAttentionArgs(q, pool, jnp.zeros((slots, 4), jnp.int32), lengths, scale=1.0) for slots in (2, 8))
+    assert attend(two) == "triton"  # four rows of each
+    assert attend(eight) == "mosaic"
     chunk = generations.by_generation("prefill_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
     monkeypatch.setitem(tuning.TUNED, ("prefill_attention", *of_two_slots[1:]), {MOSAIC: 0})
-    assert chunk(q, pool, jnp.zeros((2, 4), jnp.int32)) == "mosaic"  # by its tokens
+    assert chunk(PrefillAttentionArgs(*two.arrays[:4], jnp.zeros(3, jnp.int32), scale=1.0)) == "mosaic"  # by its tokens
 
 
 def test_a_choice_is_kept_for_what_was_measured():
