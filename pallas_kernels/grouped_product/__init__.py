@@ -6,9 +6,8 @@ import jax
 from jax import Array
 
 from pallas_kernels.checks import FLOATS, check_ints, require
-from pallas_kernels.generations import multiplies_by_mosaic
 from pallas_kernels.grouped_product import hopper, xla
-from pallas_kernels.platforms import on_platform
+from pallas_kernels.platforms import multiplies_by_mosaic, on_platform
 
 
 def on_gpu(x: Array, matrices: Array, sizes: Array, *, out_first: bool) -> Array:

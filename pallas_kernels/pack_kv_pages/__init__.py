@@ -7,9 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.generations import rows_of, takes_mosaic
 from pallas_kernels.pack_kv_pages import hopper, reference, tpu, xla
-from pallas_kernels.platforms import on_platform
+from pallas_kernels.platforms import on_platform, rows_of, takes_mosaic
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.wire_format import STORED, PackedPages, Pool, check_pools, fold_scales
 

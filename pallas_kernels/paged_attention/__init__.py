@@ -10,11 +10,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.arguments import PagedAttentionArgs
-from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size, require
-from pallas_kernels.contents import check_contents, check_decode
-from pallas_kernels.generations import by_generation
+from pallas_kernels.checks import (
+    check_contents,
+    check_decode,
+    check_ints,
+    check_options,
+    check_queries,
+    check_table,
+    check_value_size,
+    require,
+)
 from pallas_kernels.paged_attention import gpu, hopper, tpu, xla
-from pallas_kernels.platforms import on_platform
+from pallas_kernels.platforms import by_generation, on_platform
 from pallas_kernels.quantized import QuantizedPages, stored
 
 

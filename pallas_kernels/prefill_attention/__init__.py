@@ -7,10 +7,16 @@ import jax
 from jax import Array
 
 from pallas_kernels.arguments import PrefillAttentionArgs
-from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size
-from pallas_kernels.contents import check_contents, check_packed
-from pallas_kernels.generations import by_generation
-from pallas_kernels.platforms import on_platform
+from pallas_kernels.checks import (
+    check_contents,
+    check_ints,
+    check_options,
+    check_packed,
+    check_queries,
+    check_table,
+    check_value_size,
+)
+from pallas_kernels.platforms import by_generation, on_platform
 from pallas_kernels.prefill_attention import gpu, hopper, tpu, xla
 from pallas_kernels.quantized import QuantizedPages, stored
 

@@ -15,7 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.arguments import PrefillAttentionArgs
-from pallas_kernels.paged_attention.gpu import (
+from pallas_kernels.prefill_attention import xla
+from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.triton_attention import (
     LOG2_E,
     MIN_ROWS,
     NEVER,
@@ -30,8 +32,6 @@ from pallas_kernels.paged_attention.gpu import (
     runs_of,
     within_reach,
 )
-from pallas_kernels.prefill_attention import xla
-from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.tuning import MOSAIC, tuned
 
 ROW_BYTES = 1 << 15  # of queries in a block, as the products take them: 128 rows of 128 numbers in bf16

@@ -6,10 +6,8 @@ from typing import Any, TypeVar
 import jax
 from jax import Array
 
-from pallas_kernels.checks import check_ints, check_pool, require
-from pallas_kernels.contents import check_contents, check_places
-from pallas_kernels.generations import takes_mosaic
-from pallas_kernels.platforms import on_platform
+from pallas_kernels.checks import check_contents, check_ints, check_places, check_pool, require
+from pallas_kernels.platforms import on_platform, takes_mosaic
 from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.write_kv_pages import hopper, tpu, xla
 

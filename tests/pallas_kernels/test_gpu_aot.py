@@ -100,7 +100,7 @@ def test_prefill_attention_compiles_and_copies_no_kv(submesh, shape, q_dtype, dt
 )
 def test_writing_a_donated_pool_leaves_it_where_it_is(submesh, shape, q_dtype, dtype, tokens):
     pool = make_pool(submesh, shape, dtype)
-    new = array(submesh, (tokens, shape.kv_heads, shape.head_dim), q_dtype)
+    new: Any = array(submesh, (tokens, shape.kv_heads, shape.head_dim), q_dtype)
     ints = array(submesh, (tokens,), jnp.int32)
     program = compiled(submesh, write_kv_pages, pool, new, new, ints, ints, donate=0)
     memory = program.memory_analysis()

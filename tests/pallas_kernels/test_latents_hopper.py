@@ -9,9 +9,9 @@ import pytest
 
 from jdisagg.parallel.submesh import Submesh
 from pallas_kernels import paged_attention
-from pallas_kernels.generations import takes_mosaic
 from pallas_kernels.mosaic import BOX
 from pallas_kernels.paged_attention import hopper
+from pallas_kernels.platforms import takes_mosaic
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.latents import LatentShape, pool_of_one_part, queries
 from tests.pallas_kernels.shapes import assert_close, by_arrays, decode_oracle, rest_slow

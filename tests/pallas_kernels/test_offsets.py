@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from jdisagg.parallel.submesh import Submesh
-from pallas_kernels.offsets import within_reach
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.quantized import QuantizedPages
+from pallas_kernels.triton_attention import offsets_reach
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.shapes import by_arrays
 from tests.pallas_kernels.test_pack_aot import array
@@ -23,8 +23,8 @@ GIB = 1 << 30
      (3, "bfloat16", True), (40, "float32", True)],
 )  # fmt: skip
 def test_offsets_end_between_2_and_4_gib_of_bytes_alone(gib, dtype, reached):
-    assert within_reach(gib * GIB // jnp.dtype(dtype).itemsize, dtype) is reached
-    assert within_reach(2 * GIB + 1, "int8") is False and within_reach(4 * GIB + 1, "int8") is True
+    assert offsets_reach(gib * GIB // jnp.dtype(dtype).itemsize, dtype) is reached
+    assert offsets_reach(2 * GIB + 1, "int8") is False and offsets_reach(4 * GIB + 1, "int8") is True
 
 
 @pytest.mark.usefixtures("no_kept_programs")

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
 from pallas_kernels import prefill_attention
-from pallas_kernels.generations import takes_mosaic
 from pallas_kernels.mosaic import BOX
+from pallas_kernels.platforms import takes_mosaic
 from pallas_kernels.prefill_attention import hopper
 from pallas_kernels.quantized import quantize_pages
 from tests.pallas_kernels.gpu_target import gpu_devices
