@@ -14,9 +14,9 @@ same bits whatever draft stands beside it.
 In attention to latents all query heads read one row of K, whose beginning is V as well (DeepSeek-V2, section 2.1.2):
 heads fill the rows of a wgmma. One block a part of a slot and 64 query heads. A third warpgroup brings tiles of latents
 by TMA, each once for logits and mixture; the other two mix a half of V each, for all of it would take every register
-that a thread may have. Both make all logits: of 576 numbers against 256 they are the greater part of the products, but those of both together
-(by the data sheet 3,300 cycles a tile of 64 tokens) are done before the next tile is read (5,100), and neither waits
-for the other.
+that a thread may have. Both make all logits: of 576 numbers against 256 they are the greater part of the
+products, but those of both together (by the data sheet 3,300 cycles a tile of 64 tokens) are done before the
+next tile is read (5,100), and neither waits for the other.
 
 Compiled for an H100, nothing is spilled and rows of 576 take 216 KiB of shared memory. Nothing is measured yet.
 """
