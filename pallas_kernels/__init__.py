@@ -11,8 +11,7 @@ Each operation is a folder: `__init__` checks the arguments and picks the implem
 program is lowered for, `reference` is the definition in plain `jnp`, and `xla` is what runs where no kernel does.
 """
 
-from pallas_kernels.contents import check_call
-from pallas_kernels.errors import KernelError
+from pallas_kernels.checks import KernelError, check_call
 from pallas_kernels.grouped_product import grouped_product
 from pallas_kernels.pack_kv_pages import digest_pages, pack_kv_pages
 from pallas_kernels.pack_kv_pages.wire_error import wire_error

@@ -18,7 +18,7 @@ from pallas_kernels.quantized import QuantizedPages, stored
 
 
 def mosaic_gpu() -> Any:
-    """Pallas' module; None where absl is not installed, which it needs: then Triton's code runs."""
+    """Pallas' module; None where absl is not installed, which it needs: then Triton or XLA runs."""
     try:
         return import_module("jax.experimental.pallas.mosaic_gpu")
     except ImportError:

@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import tune_products
+from pallas_kernels.arguments import PagedAttentionArgs, PrefillAttentionArgs
 from pallas_kernels.mosaic import SHARED_BYTES
 from pallas_kernels.paged_attention import gpu as decode_gpu
 from pallas_kernels.paged_attention import hopper as decode_hopper
@@ -140,25 +141,29 @@ def shapes_of(work: Work) -> tuple[Any, Any]:
 def kernel_of(platform: str, work: Work | Product, blocks: Blocks, interpret: bool) -> Callable[..., Any]:
     """The platform's own kernel, cut as told."""
     if isinstance(work, Product):
-        return tune_products.multiplier(blocks, interpret)
+        return tune_products.multiplier(blocks)
     if work.operation in MOVES:
         return mover(work.operation, blocks, interpret)
-    options: dict[str, Any] = {"scale": 1.0, "window": None, "soft_cap": None, "interpret": interpret}
-    options["value_size"] = work.value_size
     decode = work.operation == "paged_attention"
-    if platform == "gpu":
-        if not blocks:
-            attend = decode_on_gpu if decode else prefill_on_gpu
-            return lambda *arrays: attend(*arrays, **options)
-        if not decode and blocks.get(MOSAIC):
-            cut = prefill_hopper.Blocks(blocks["tile"], blocks["stages"])
-            return partial(prefill_hopper.prefill_attention, blocks=cut, **options)
-        if not decode:
-            return partial(prefill_gpu.prefill_attention, blocks=prefill_gpu.Blocks(**blocks), **options)
+    made = PagedAttentionArgs if decode else PrefillAttentionArgs
+    attend = attention_kernel(platform, decode, blocks, interpret)
+    return lambda *arrays: attend(made(*arrays, scale=1.0, value_size=work.value_size))
+
+
+def attention_kernel(platform: str, decode: bool, blocks: Blocks, interpret: bool) -> Callable[[Any], Array]:
+    """Returns decode or prefill attention, cut by `blocks`, of one argument object."""
+    if platform != "gpu":
+        attend = decode_tpu.paged_attention if decode else prefill_tpu.prefill_attention
+        return partial(attend, **blocks, interpret=interpret)  # type: ignore[arg-type]
+    if not blocks:
+        return decode_on_gpu if decode else prefill_on_gpu
+    if decode:
         attend = decode_hopper.paged_attention if blocks.get(MOSAIC) else decode_gpu.paged_attention
-        return partial(attend, blocks=decode_gpu.blocks_of(blocks), **options)
-    attend = decode_tpu.paged_attention if decode else prefill_tpu.prefill_attention
-    return lambda *arrays: attend(*arrays, **blocks, **options)
+        return partial(attend, blocks=decode_gpu.blocks_of(blocks), interpret=interpret)
+    if blocks.get(MOSAIC):
+        cut = prefill_hopper.Blocks(blocks["tile"], blocks["stages"])
+        return partial(prefill_hopper.prefill_attention, blocks=cut, interpret=interpret)
+    return partial(prefill_gpu.prefill_attention, blocks=prefill_gpu.Blocks(**blocks), interpret=interpret)
 
 
 def seconds(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int) -> float | None:

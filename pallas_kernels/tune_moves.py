@@ -1,6 +1,6 @@
-"""What moves pages on a GPU, to be measured by `tune`: writes, packing and unpacking, by Mosaic's code or Triton's.
+"""Tuning of the operations that move pages on a GPU: writes, packing and unpacking, by Mosaic GPU's kernel or by XLA.
 
-Nothing is cut here: the choice is whose code runs.
+These kernels have no block sizes: the choice is which of the two codes runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,25 +13,25 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import mosaic
-from pallas_kernels.pack_kv_pages import gpu as pack_gpu
 from pallas_kernels.pack_kv_pages import hopper as pack_hopper
 from pallas_kernels.pack_kv_pages import on_gpu as pack_on_gpu
+from pallas_kernels.pack_kv_pages import reference as pack_xla
 from pallas_kernels.quantized import LARGEST, QuantizedPages
 from pallas_kernels.tuning import MOSAIC
-from pallas_kernels.unpack_kv_pages import gpu as unpack_gpu
 from pallas_kernels.unpack_kv_pages import hopper as unpack_hopper
 from pallas_kernels.unpack_kv_pages import on_gpu as unpack_on_gpu
+from pallas_kernels.unpack_kv_pages import reference as unpack_xla
 from pallas_kernels.wire_format import PackedPages
-from pallas_kernels.write_kv_pages import gpu as write_gpu
 from pallas_kernels.write_kv_pages import hopper as write_hopper
 from pallas_kernels.write_kv_pages import on_gpu as write_on_gpu
+from pallas_kernels.write_kv_pages import xla as write_xla
 
 WRITE, PACK, UNPACK = "write_kv_pages", "pack_kv_pages", "unpack_kv_pages"
 MOVES = WRITE, PACK, UNPACK
-CODES = {  # by the choice: the rule's own, Mosaic's, Triton's
-    WRITE: (write_on_gpu, write_hopper.write_kv_pages, write_gpu.write_kv_pages),
-    PACK: (pack_on_gpu, pack_hopper.pack_kv_pages, pack_gpu.pack_kv_pages),
-    UNPACK: (unpack_on_gpu, unpack_hopper.unpack_kv_pages, unpack_gpu.unpack_kv_pages),
+CODES = {  # by the choice: the rule's own, Mosaic GPU's, XLA's
+    WRITE: (write_on_gpu, write_hopper.write_kv_pages, write_xla.write_kv_pages),
+    PACK: (pack_on_gpu, pack_hopper.pack_kv_pages, pack_xla.pack_kv_pages),
+    UNPACK: (unpack_on_gpu, unpack_hopper.unpack_kv_pages, unpack_xla.unpack_kv_pages),
 }
 SPARE = 2  # times the pages that are moved are in the pool
 
@@ -68,7 +68,7 @@ def arrays_of(operation: str, rows: int, heads: int, page_size: int, size: int, 
 def mover(operation: str, choice: dict[str, int], interpret: bool) -> Callable[..., Any]:
     """The operation on `arrays_of`, the pool updated in place call after call."""
     code = CODES[operation][0 if not choice else 1 if choice[MOSAIC] else 2]
-    options: dict[str, Any] = {"interpret": True} if interpret else {}
+    options: dict[str, Any] = {"interpret": True} if interpret and choice.get(MOSAIC) else {}
     if operation == PACK:
         program = jax.jit(partial(code, wire="raw", **options))
         return lambda rows, pool, page_ids: program([pool], page_ids)

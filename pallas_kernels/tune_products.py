@@ -1,7 +1,7 @@
-"""Experts' grouped products on a GPU, to be measured by `tune`: Mosaic's code in blocks of each width, or Triton's.
+"""Tuning of experts' grouped products on a GPU: Mosaic GPU's kernel in blocks of each width, or XLA.
 
-A choice is of matrices alone, whatever rows there are, so that a row's bits depend on no company: candidates are timed
-over all numbers of rows at once.
+A choice depends on the matrices alone, whatever the number of rows, so that a row's bits do not depend on its company:
+candidates are timed over all numbers of rows at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import mosaic
-from pallas_kernels.grouped_product import gpu, hopper
+from pallas_kernels.grouped_product import hopper, xla
 from pallas_kernels.grouped_product import on_gpu as grouped_on_gpu
 from pallas_kernels.tuning import MOSAIC, ProductKey, product_key
 
@@ -74,7 +74,7 @@ def arrays_of(work: Product) -> tuple[Array, ...]:
     return tuple(made)
 
 
-def multiplier(choice: dict[str, int], interpret: bool) -> Callable[..., list[Array]]:
+def multiplier(choice: dict[str, int]) -> Callable[..., list[Array]]:
     """The products of `arrays_of`, those of fewer rows as many times as they are fewer, up to MOST_TIMES: steps weigh
     as chunks do."""
 
@@ -82,7 +82,7 @@ def multiplier(choice: dict[str, int], interpret: bool) -> Callable[..., list[Ar
         if not choice:
             return grouped_on_gpu(x, matrices, sizes, out_first=False)
         if not choice[MOSAIC]:
-            return gpu.grouped_product(x, matrices, sizes, out_first=False, interpret=interpret)
+            return xla.product_by_blocks(x, matrices, sizes, out_first=False)
         warpgroups = hopper.choose_blocks(len(x), matrices, out_first=False).warpgroups
         blocks = hopper.blocks_of(warpgroups, choice["outputs"])
         return hopper.grouped_product(x, matrices, sizes, out_first=False, blocks=blocks)

@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec, Sharding
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.layout.stages import RingCut
 from jdisagg.parallel.submesh import AXIS, BOTH, RingMesh, Submesh, shards_here
-from pallas_kernels.offsets import within_reach
 from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.triton_attention import offsets_reach
 
 POOL_SPEC = PartitionSpec(None, AXIS)
 
@@ -45,9 +45,9 @@ class PoolForm(NamedTuple):
 
     @staticmethod
     def of(layout: KVLayout, num_layers: int, num_pages: int, submesh: Submesh) -> PoolForm:
-        """Apart where a GPU's kernels would not reach all of one pool: see `pallas_kernels.offsets`."""
+        """Apart where a GPU's kernels would not reach all of one pool: see `pallas_kernels.triton_attention`."""
         numbers = num_layers * (num_pages + 1) * math.prod(layout.page_shape(submesh.tp))
-        apart = submesh.devices[0].platform == "gpu" and not within_reach(numbers, layout.dtype)
+        apart = submesh.devices[0].platform == "gpu" and not offsets_reach(numbers, layout.dtype)
         return PoolForm(pool_format(submesh, scaled=layout.scaled), apart)
 
 

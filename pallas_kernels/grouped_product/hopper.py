@@ -1,6 +1,6 @@
 """The grouped product on Hopper GPUs (Pallas Mosaic GPU): a warpgroup brings tiles by TMA, one or two others multiply.
 
-The blocks are those of the Triton code: up to so many rows of one group, by so many columns of its matrix. As many
+A block is up to so many rows of one group, by so many columns of its matrix. As many
 programs as a GPU has cores take them in turn, so that the next block's tiles come while one's results leave, and blocks
 that sizes do not make cost nothing; a block's columns follow each other, for its rows to be read from memory once.
 A block begins with its group's rows or a whole block after, and all numbers of a row are added up in one order by one
@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
 from pallas_kernels.grouped_product import xla
-from pallas_kernels.grouped_product.gpu import list_blocks
 from pallas_kernels.mosaic import ROWS, Chip, plgpu
 from pallas_kernels.tuning import tuned_product
 
@@ -89,6 +88,22 @@ def grouped_product(
         jnp.sum(stop > start, dtype=jnp.int32)[None],
     )
     return jnp.where(xla.grouped(x, sizes), mosaic.varying_as(matrices, made), 0)  # no block writes the rest
+
+
+def list_blocks(sizes: Array, rows: int, block: int) -> tuple[Array, Array, Array]:
+    """i32[blocks] each: the group of a block, its first row, and where its group's rows end; 0 of those there are not.
+
+    As many as any sizes make of so many rows: every group may begin a block of its own.
+    """
+    count = pl.cdiv(rows, block) + min(len(sizes), rows)
+    blocks, ends = pl.cdiv(sizes, block), jnp.cumsum(sizes)
+    last = jnp.cumsum(blocks)
+    index = jnp.arange(max(count, 1))
+    group = jnp.minimum(jnp.sum(last[None, :] <= index[:, None], axis=1), len(sizes) - 1)
+    start = ends[group] - sizes[group] + (index - last[group] + blocks[group]) * block
+    there = index < last[-1]
+    group, start, stop = (jnp.where(there, each, 0).astype(jnp.int32) for each in (group, start, ends[group]))
+    return group, start, stop
 
 
 def scratch(blocks: Blocks, out_first: bool) -> list[Any]:

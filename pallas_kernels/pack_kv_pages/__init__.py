@@ -1,4 +1,4 @@
-"""Pages of a layer group into one buffer that can travel. Checks the arguments, picks the platform's code."""
+"""Packing of a layer group's pages into one buffer that can travel. Checks the arguments, picks the platform's code."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,13 +7,22 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.generations import packs_by_generation
-from pallas_kernels.pack_kv_pages import gpu, hopper, reference, tpu, xla
-from pallas_kernels.platforms import on_platform
+from pallas_kernels.pack_kv_pages import hopper, reference, tpu, xla
+from pallas_kernels.platforms import on_platform, rows_of, takes_mosaic
 from pallas_kernels.quantized import QuantizedPages
-from pallas_kernels.wire_format import PackedPages, Pool, check_pools, fold_scales
+from pallas_kernels.wire_format import STORED, PackedPages, Pool, check_pools, fold_scales
 
-on_gpu = packs_by_generation(hopper.pack_kv_pages, gpu.pack_kv_pages)
+
+def on_gpu(pools: Sequence[Array], page_ids: Array, *, wire: str, digests: bool = True) -> PackedPages:
+    """Packs by Mosaic GPU's kernel where the GPU and the arguments allow it, else by the definition under XLA.
+
+    `xla.pack_kv_pages` is a loop over few pages at a time, for a CPU's cache: on a GPU each step would be a launch.
+    """
+    dtype = pools[0].dtype if wire == "raw" else STORED[wire]
+    if takes_mosaic("pack_kv_pages", rows_of(pools[0], page_ids, dtype), pools[0]):
+        return hopper.pack_kv_pages(pools, page_ids, wire=wire, digests=digests)
+    packed = reference.pack_kv_pages(pools, page_ids, wire=wire)
+    return packed if digests else packed._replace(digests=None)
 
 
 def pack_kv_pages(pools: Sequence[Pool], page_ids: Array, *, wire: str = "raw", digests: bool = True) -> PackedPages:

@@ -1,8 +1,8 @@
 """Packing KV on Hopper GPUs (Pallas Mosaic GPU): one block for each head of each page of each layer.
 
 A head's page comes to shared memory by one TMA and leaves by another; digests are folded from there, `STEP` words at a
-time, while it leaves. A call takes a few layers, told apart by the block's number. Pages that are quantised on the way
-are Triton's.
+time, while it leaves. A call takes a few layers, told apart by the block's number. Pages that are quantised on
+the way are packed by XLA.
 
 Compiled for an H100; nothing is measured yet.
 """

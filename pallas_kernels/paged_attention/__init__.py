@@ -1,6 +1,7 @@
 """Decode attention: a query token a slot, or a few, over paged KV. Checks the arguments, picks the platform's code."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,11 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size, require
-from pallas_kernels.contents import check_contents, check_decode
-from pallas_kernels.generations import by_generation
+from pallas_kernels.arguments import PagedAttentionArgs
+from pallas_kernels.checks import (
+    check_contents,
+    check_decode,
+    check_ints,
+    check_options,
+    check_queries,
+    check_table,
+    check_value_size,
+    require,
+)
 from pallas_kernels.paged_attention import gpu, hopper, tpu, xla
-from pallas_kernels.platforms import on_platform
+from pallas_kernels.platforms import by_generation, on_platform
 from pallas_kernels.quantized import QuantizedPages, stored
 
 
@@ -54,20 +63,16 @@ def paged_attention(
         rule = partial(check_decode, pages=stored(kv_pages).shape[0], page_size=stored(kv_pages).shape[3])
         page_table, lengths = check_contents(rule, by_rows(page_table, rows), lengths)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    return _on_its_platform(q, kv_pages, page_table, lengths, sinks, scale, window, soft_cap, value_size)
+    options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
+    return _on_its_platform(PagedAttentionArgs(q, kv_pages, page_table, lengths, sinks, **options))
 
 
-def _row_by_row(
-    attend: Callable[..., Array],
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    *rest: Array | None,
-    **options: Any,
-) -> Array:
-    """By code that knows one row a slot: how it cuts a slot's tokens follows from the row's length alone, so that a row
-    has the same bits whatever is guessed behind it."""
-    return attend(q, kv_pages, by_rows(page_table, q.shape[0]), *rest, **options)
+def _row_by_row(attend: Callable[[PagedAttentionArgs], Array], args: PagedAttentionArgs) -> Array:
+    """Attends by code that knows one row for each slot.
+
+    That code cuts a slot's tokens by the row's length alone, so a row has the same bits whatever draft follows it.
+    """
+    return attend(replace(args, page_table=by_rows(args.page_table, args.q.shape[0])))
 
 
 def by_rows(page_table: Array, rows: int) -> Array:
@@ -78,27 +83,7 @@ def by_rows(page_table: Array, rows: int) -> Array:
 on_gpu = by_generation("paged_attention", hopper.paged_attention, partial(_row_by_row, gpu.paged_attention))
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size"), inline=True)
-def _on_its_platform(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    lengths: Array,
-    sinks: Array | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int | None,
-) -> Array:
-    """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
-    return on_platform(
-        q,
-        kv_pages,
-        page_table,
-        lengths,
-        sinks,
-        tpu=partial(tpu.paged_attention, **options),
-        cuda=partial(on_gpu, **options),
-        default=partial(_row_by_row, xla.paged_attention, **options),
-    )
+@partial(jax.jit, inline=True)
+def _on_its_platform(args: PagedAttentionArgs) -> Array:
+    """Traces the code once for all layers and programs of these shapes: every platform's, or the known platform's."""
+    return on_platform(args, tpu=tpu.paged_attention, cuda=on_gpu, default=partial(_row_by_row, xla.paged_attention))

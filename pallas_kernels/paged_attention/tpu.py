@@ -7,6 +7,7 @@ not depend on the draft. Quantised pages stay small all the way into VMEM: logit
 scales of K, weights by those of V, once a token instead of once a number.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arguments import PagedAttentionArgs
 from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.tpu_blocks import (
     NEVER,
@@ -37,52 +39,38 @@ TABLE_BYTES = 1 << 18  # of a page table in SMEM, a quarter of it
 NOWHERE = jnp.iinfo(jnp.int32).max
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "block_pages", "cores", "interpret"))
+@partial(jax.jit, static_argnames=("block_pages", "cores", "interpret"))
 def paged_attention(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    lengths: Array,
-    sinks: Array | None,
+    args: PagedAttentionArgs,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int | None = None,
     block_pages: int | None = None,
     cores: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """As `pallas_kernels.paged_attention`. Tables too large for SMEM go a few slots at a time."""
+    q, kv_pages, page_table, lengths, _ = args.arrays
     slots, times = max(1, TABLE_BYTES // (4 * page_table.shape[1])), q.shape[0] // page_table.shape[0]
     a_row_each: Any = jax.ShapeDtypeStruct((page_table.shape[0], *q.shape[1:]), q.dtype)  # a choice is by slots
     pages = block_pages or tuned("paged_attention", a_row_each, kv_pages).get("block_pages", 0)
     pages = min(pages or pages_of_block(kv_pages), page_table.shape[1])
-    options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": pages, "interpret": interpret}
-    options |= {"cores": cores or num_cores(), "value_size": value_size or q.shape[2]}
+    options: Any = {"pages": pages, "cores": cores or num_cores(), "interpret": interpret}
     parts = []
     for at in range(0, page_table.shape[0], slots):
         rows = slice(at * times, (at + slots) * times)
-        parts.append(attend_slots(q[rows], kv_pages, page_table[at : at + slots], lengths[rows], sinks, **options))
+        few = replace(args, q=q[rows], page_table=page_table[at : at + slots], lengths=lengths[rows])
+        parts.append(attend_slots(few, **options))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def attend_slots(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    lengths: Array,
-    sinks: Array | None,
+    args: PagedAttentionArgs,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int,
     pages: int,
     cores: int,
     interpret: bool | pltpu.InterpretParams,
 ) -> Array:
     """One kernel: `pages` of a slot at a time, twice that in VMEM."""
+    q, kv_pages, page_table, lengths, sinks = args.arrays
     (slots, width), (rows, heads, size) = page_table.shape, q.shape
     kv_heads, times = stored(kv_pages).shape[1], rows // slots
     cores = min(cores, slots)
@@ -91,11 +79,14 @@ def attend_slots(
     grouped = jnp.pad(grouped, ((0, spare), *[(0, 0)] * 4)).reshape(-1, kv_heads, times * heads // kv_heads, size)
     lengths = jnp.pad(lengths.reshape(slots, times), ((0, spare), (0, 0)))
     longest, least = jnp.max(lengths, axis=1), jnp.min(jnp.where(lengths > 0, lengths, NOWHERE), axis=1)
-    start = jnp.zeros_like(longest) if window is None else jnp.maximum(jnp.minimum(least, longest) - window, 0)
+    start = (
+        jnp.zeros_like(longest) if args.window is None else jnp.maximum(jnp.minimum(least, longest) - args.window, 0)
+    )
     work = longest - start
     order = deal(work, cores)
     sinks = sinks_of_rows(sinks, heads, kv_heads, times)
     share = grouped.shape[0] // cores
+    value_size = args.value_size or size
     shape = (*grouped.shape[:3], value_size)
 
     def of_slot(array: tuple[int, ...]) -> pl.BlockSpec:
@@ -103,7 +94,7 @@ def attend_slots(
 
     prefetch = order, page_table.reshape(-1), lengths.reshape(-1), start, longest, next_with_work(work[order], cores)
     out = pl.pallas_call(
-        partial(attend_slot, width=width, times=times, scale=scale, window=window, soft_cap=soft_cap),
+        partial(attend_slot, width=width, times=times, scale=args.scale, window=args.window, soft_cap=args.soft_cap),
         out_shape=jax.ShapeDtypeStruct(shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.arguments import PagedAttentionArgs
 from pallas_kernels.quantized import QuantizedPages, stored
 
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
@@ -44,30 +45,22 @@ class Partials(NamedTuple):
 
 
 def paged_attention(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    lengths: Array,
-    sinks: Array | None,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int | None = None,
+    args: PagedAttentionArgs,
 ) -> Array:
     """As `pallas_kernels.paged_attention`."""
+    q, kv_pages, page_table, lengths, sinks = args.arrays
     slots, heads, size = q.shape
     _, kv_heads, parts, page_size, _ = stored(kv_pages).shape
     tile_pages, width = tile_shape(kv_heads * parts, page_size, size, page_table.shape)
-    tiles = list_tiles(page_table, lengths, page_size=page_size, tile_pages=tile_pages, width=width, window=window)
-    grouped = (q.astype(jnp.float32) * scale).reshape(slots, kv_heads, heads // kv_heads, size)
+    tiles = list_tiles(page_table, lengths, page_size=page_size, tile_pages=tile_pages, width=width, window=args.window)
+    grouped = (q.astype(jnp.float32) * args.scale).reshape(slots, kv_heads, heads // kv_heads, size)
     position = jnp.arange(tile_pages * page_size)[None, :]
 
     def step(index: Array, old: Partials) -> Partials:
         slot, pages, low, high = (lax.dynamic_slice_in_dim(part, index * width, width) for part in tiles[:4])
         keys, values = read_tiles(kv_pages, pages)
         logits = scores(grouped[slot], keys)
-        logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+        logits = logits if args.soft_cap is None else args.soft_cap * jnp.tanh(logits / args.soft_cap)
         seen = ((position < high[:, None]) & (position >= low[:, None]))[:, None, None]
         top = jnp.max(jnp.where(seen, logits, NEVER), axis=-1)
         weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
@@ -80,7 +73,7 @@ def paged_attention(
     partials = Partials(jnp.full_like(empty[..., 0], NEVER), jnp.zeros_like(empty[..., 0]), jnp.zeros_like(empty))
     partials = lax.fori_loop(0, -(-tiles.total // width), step, partials)
     mixed = merged(partials, tiles, grouped, None if sinks is None else sinks.reshape(kv_heads, -1))
-    return mixed.reshape(q.shape)[..., :value_size].astype(q.dtype)
+    return mixed.reshape(q.shape)[..., : args.value_size].astype(q.dtype)
 
 
 def scores(queries: Array, keys: Array) -> Array:

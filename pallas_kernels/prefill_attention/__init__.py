@@ -1,14 +1,22 @@
 """Prefill attention: packed, ragged, causal chunks over paged KV. Checks the arguments, picks the platform's code."""
 
 from functools import partial
+from typing import Any
 
 import jax
 from jax import Array
 
-from pallas_kernels.checks import check_ints, check_options, check_queries, check_table, check_value_size
-from pallas_kernels.contents import check_contents, check_packed
-from pallas_kernels.generations import by_generation
-from pallas_kernels.platforms import on_platform
+from pallas_kernels.arguments import PrefillAttentionArgs
+from pallas_kernels.checks import (
+    check_contents,
+    check_ints,
+    check_options,
+    check_packed,
+    check_queries,
+    check_table,
+    check_value_size,
+)
+from pallas_kernels.platforms import by_generation, on_platform
 from pallas_kernels.prefill_attention import gpu, hopper, tpu, xla
 from pallas_kernels.quantized import QuantizedPages, stored
 
@@ -51,35 +59,14 @@ def prefill_attention(
         rule = partial(check_packed, pages=pages, page_size=page_size, tokens=q.shape[0])
         page_table, kv_lens, cu_q_lens = check_contents(rule, page_table, kv_lens, cu_q_lens)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    return _on_its_platform(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, scale, window, soft_cap, value_size)
+    options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
+    return _on_its_platform(PrefillAttentionArgs(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options))
 
 
 on_gpu = by_generation("prefill_attention", hopper.prefill_attention, gpu.prefill_attention)
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size"), inline=True)
-def _on_its_platform(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    kv_lens: Array,
-    cu_q_lens: Array,
-    sinks: Array | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int | None,
-) -> Array:
-    """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
-    return on_platform(
-        q,
-        kv_pages,
-        page_table,
-        kv_lens,
-        cu_q_lens,
-        sinks,
-        tpu=partial(tpu.prefill_attention, **options),
-        cuda=partial(on_gpu, **options),
-        default=partial(xla.prefill_attention, **options),
-    )
+@partial(jax.jit, inline=True)
+def _on_its_platform(args: PrefillAttentionArgs) -> Array:
+    """Traces the code once for all layers and programs of these shapes: every platform's, or the known platform's."""
+    return on_platform(args, tpu=tpu.prefill_attention, cuda=on_gpu, default=xla.prefill_attention)

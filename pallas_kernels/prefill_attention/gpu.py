@@ -14,7 +14,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.paged_attention.gpu import (
+from pallas_kernels.arguments import PrefillAttentionArgs
+from pallas_kernels.prefill_attention import xla
+from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.triton_attention import (
     LOG2_E,
     MIN_ROWS,
     NEVER,
@@ -29,8 +32,6 @@ from pallas_kernels.paged_attention.gpu import (
     runs_of,
     within_reach,
 )
-from pallas_kernels.prefill_attention import xla
-from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.tuning import MOSAIC, tuned
 
 ROW_BYTES = 1 << 15  # of queries in a block, as the products take them: 128 rows of 128 numbers in bf16
@@ -47,33 +48,26 @@ class Blocks(NamedTuple):
     stages: int
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "value_size", "blocks", "interpret"))
+@partial(jax.jit, static_argnames=("blocks", "interpret"))
 def prefill_attention(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    kv_lens: Array,
-    cu_q_lens: Array,
-    sinks: Array | None,
+    args: PrefillAttentionArgs,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int | None = None,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Array:
     """As `pallas_kernels.prefill_attention`; pools of bytes of 2 to 4 GiB go to XLA."""
+    q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
     if not within_reach(kv_pages):
-        options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
-        return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
+        return xla.prefill_attention(args)
     tokens, heads, size = q.shape
-    kv_heads, runs = stored(kv_pages).shape[1], runs_of(size, value_size)
+    kv_heads, runs = stored(kv_pages).shape[1], runs_of(size, args.value_size)
     blocks = blocks or choose_blocks(q, kv_pages, runs)
-    rule = Rule(scale, window, soft_cap, runs, precision_of(product_dtype(q.dtype, kv_pages), interpret))
+    rule = Rule(args.scale, args.window, args.soft_cap, runs, precision_of(product_dtype(q.dtype, kv_pages), interpret))
     lanes = min(pl.next_power_of_2(heads // kv_heads), blocks.rows)
     query_rows, lane_blocks = blocks.rows // lanes, pl.cdiv(heads // kv_heads, lanes)
-    work = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=blocks.tile, window=window, query_rows=query_rows)
+    work = xla.list_blocks(
+        tokens, kv_lens, cu_q_lens, tile_tokens=blocks.tile, window=args.window, query_rows=query_rows
+    )
     out = pl.pallas_call(
         partial(attend_block, query_rows=query_rows, lanes=lanes, lane_blocks=lane_blocks, tile=blocks.tile, rule=rule),
         out_shape=jax.ShapeDtypeStruct(

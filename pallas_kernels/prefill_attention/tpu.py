@@ -13,9 +13,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arguments import PrefillAttentionArgs
 from pallas_kernels.paged_attention.tpu import pages_of_block
 from pallas_kernels.prefill_attention import xla
-from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.quantized import stored
 from pallas_kernels.tpu_blocks import (
     LANES,
     NEVER,
@@ -39,43 +40,36 @@ OPTIONS = "scale", "window", "soft_cap", "value_size"
 VMEM_BYTES = 48 << 20  # every chip has 64 MB or more; the default limit of 16 MB is too low for these blocks
 
 
-@partial(jax.jit, static_argnames=(*OPTIONS, "block_pages", "block_rows", "cores", "interpret"))
+@partial(jax.jit, static_argnames=("block_pages", "block_rows", "cores", "interpret"))
 def prefill_attention(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    kv_lens: Array,
-    cu_q_lens: Array,
-    sinks: Array | None,
+    args: PrefillAttentionArgs,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int | None = None,
     block_pages: int | None = None,
     block_rows: int | None = None,
     cores: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """As `pallas_kernels.prefill_attention`."""
+    q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
     tokens, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
     if page_table.size * 4 > TABLE_BYTES:
-        options = {"scale": scale, "window": window, "soft_cap": soft_cap, "value_size": value_size}
-        return xla.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
+        return xla.prefill_attention(args)
     cores = cores or num_cores()
     found = tuned("prefill_attention", q, kv_pages)
     pages = block_pages or found.get("block_pages", min(pages_of_block(kv_pages), max(1, TILE_TOKENS // page_size)))
     pages = min(pages, page_table.shape[1])
     rows = block_rows or found.get("block_rows", rows_of_block(tokens, heads, heads // kv_heads, size))
-    blocks = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=pages * page_size, window=window, query_rows=rows)
+    blocks = xla.list_blocks(
+        tokens, kv_lens, cu_q_lens, tile_tokens=pages * page_size, window=args.window, query_rows=rows
+    )
     spare = -blocks.start.shape[0] % cores  # blocks of nothing, so that each core has as many
     sequence, start, position, first, stop = (jnp.pad(part, (0, spare)) for part in blocks[:5])
     split = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))[start[:, None] + jnp.arange(rows)[None, :]]
     split = split.reshape(-1, rows, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
     folds = folds_of(heads // kv_heads, rows)
     split = split.reshape(-1, kv_heads * folds, heads // kv_heads // folds * rows, size)
-    shape = (*split.shape[:3], value_size or size)
+    shape = (*split.shape[:3], args.value_size or size)
     sinks = jnp.full(heads, NEVER) if sinks is None else sinks
     sinks = jnp.repeat(sinks.astype(jnp.float32), rows).reshape(*shape[1:3], 1)
     share = split.shape[0] // cores
@@ -87,7 +81,14 @@ def prefill_attention(
     following = next_with_work((stop - first)[order], cores)
     prefetch = order, page_table.reshape(-1), sequence, kv_lens, position, first, stop, following
     out = pl.pallas_call(
-        partial(attend_block, width=page_table.shape[1], rows=rows, scale=scale, window=window, soft_cap=soft_cap),
+        partial(
+            attend_block,
+            width=page_table.shape[1],
+            rows=rows,
+            scale=args.scale,
+            window=args.window,
+            soft_cap=args.soft_cap,
+        ),
         out_shape=jax.ShapeDtypeStruct(shape, q.dtype, manual_axis_type=jax.typeof(q).manual_axis_type),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),

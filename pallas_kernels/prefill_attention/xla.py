@@ -11,8 +11,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.arguments import PrefillAttentionArgs
 from pallas_kernels.paged_attention.xla import first_carry, read_tiles
-from pallas_kernels.quantized import QuantizedPages, stored
+from pallas_kernels.quantized import stored
 
 QUERY_ROWS = 64  # 32 wins on prompts of under 40 tokens and loses a quarter on long ones
 TILE_TOKENS = 64
@@ -32,27 +33,18 @@ class Blocks(NamedTuple):
 
 
 def prefill_attention(
-    q: Array,
-    kv_pages: Array | QuantizedPages,
-    page_table: Array,
-    kv_lens: Array,
-    cu_q_lens: Array,
-    sinks: Array | None,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    value_size: int | None = None,
+    args: PrefillAttentionArgs,
 ) -> Array:
     """As `pallas_kernels.prefill_attention`."""
+    q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
     tokens, heads, size = q.shape
     kv_heads, page_size = stored(kv_pages).shape[1:4:2]
     tile_pages = min(max(1, TILE_TOKENS // page_size), page_table.shape[1])
     tile_tokens = tile_pages * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % tile_pages)))
-    blocks = list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=tile_tokens, window=window)
+    blocks = list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=tile_tokens, window=args.window)
     width = min(BLOCKS_A_STEP, blocks.start.shape[0])
-    wide = jnp.pad(q.astype(jnp.float32) * scale, ((0, QUERY_ROWS), (0, 0), (0, 0)))
+    wide = jnp.pad(q.astype(jnp.float32) * args.scale, ((0, QUERY_ROWS), (0, 0), (0, 0)))
 
     def group(index: Array, out: Array) -> Array:
         own = (lax.dynamic_slice_in_dim(part, index * width, width) for part in blocks[:5])
@@ -67,10 +59,10 @@ def prefill_attention(
             pages = table[sequence[:, None], tile[:, None] * tile_pages + jnp.arange(tile_pages)[None, :]]
             keys, values = read_tiles(kv_pages, pages)
             logits = jnp.einsum("nhgtd,nhsd->nhgts", rows, keys)
-            logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+            logits = logits if args.soft_cap is None else args.soft_cap * jnp.tanh(logits / args.soft_cap)
             token = ((first + index) * tile_tokens)[:, None, None] + jnp.arange(tile_tokens)[None, None, :]
             behind = at[:, :, None] - token
-            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            seen = behind >= 0 if args.window is None else (behind >= 0) & (behind < args.window)
             logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
             higher = jnp.maximum(top, jnp.max(logits, axis=-1))
             weights, keep = jnp.exp(logits - higher[..., None]), jnp.exp(top - higher)
@@ -87,7 +79,7 @@ def prefill_attention(
     out = jnp.zeros_like(wide, shape=(blocks.start.shape[0] * QUERY_ROWS, heads, size))
     out = lax.fori_loop(0, -(-blocks.total // width), group, out)
     real = (jnp.arange(tokens) < cu_q_lens[-1])[:, None, None]
-    return jnp.where(real, out[blocks.place][..., :value_size], 0.0).astype(q.dtype)
+    return jnp.where(real, out[blocks.place][..., : args.value_size], 0.0).astype(q.dtype)
 
 
 def list_blocks(

@@ -8,14 +8,26 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.generations import unpacks_by_generation
-from pallas_kernels.platforms import on_platform
+from pallas_kernels.platforms import on_platform, rows_of, takes_mosaic
 from pallas_kernels.quantized import QuantizedPages
-from pallas_kernels.unpack_kv_pages import gpu, hopper, tpu, xla
+from pallas_kernels.unpack_kv_pages import hopper, reference, tpu, xla
 from pallas_kernels.wire_format import PackedPages, bits_of, check_packed, fold_scales
 
 Pool = TypeVar("Pool", Array, QuantizedPages)
-on_gpu = unpacks_by_generation(hopper.unpack_kv_pages, gpu.unpack_kv_pages)
+
+
+def on_gpu(
+    pools: Sequence[Array], packed: PackedPages, page_ids: Array, *, wire: str, digests: bool = True
+) -> tuple[list[Array], Array | None]:
+    """Unpacks by Mosaic GPU's kernel where the GPU and the arguments allow it, else by the definition under XLA.
+
+    `xla.unpack_kv_pages` is a loop over pages, for a CPU's cache: on a GPU each step would be several launches.
+    """
+    rows = rows_of(pools[0], page_ids, packed.values.dtype)
+    if packed.scales is None and takes_mosaic("unpack_kv_pages", rows, pools[0]):
+        return hopper.unpack_kv_pages(pools, packed, page_ids, wire=wire, digests=digests)
+    written, folded = reference.unpack_kv_pages(pools, packed, page_ids, wire=wire)
+    return written, folded if digests else None
 
 
 def unpack_kv_pages(

@@ -1,7 +1,7 @@
 """Unpacking KV on Hopper GPUs (Pallas Mosaic GPU): one block for each head of each packed page, pools in place.
 
-The way back of `pack_kv_pages.hopper`; pages for the null page are padding and are never written. Pages that are to be
-of another dtype than they came in are Triton's.
+The way back of `pack_kv_pages.hopper`; pages for the null page are padding and are never written. Pages whose
+dtype changes on arrival are unpacked by XLA.
 
 Compiled for an H100; nothing is measured yet.
 """

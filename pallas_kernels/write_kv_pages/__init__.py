@@ -6,15 +6,18 @@ from typing import Any, TypeVar
 import jax
 from jax import Array
 
-from pallas_kernels.checks import check_ints, check_pool, require
-from pallas_kernels.contents import check_contents, check_places
-from pallas_kernels.generations import writes_by_generation
-from pallas_kernels.platforms import on_platform
+from pallas_kernels.checks import check_contents, check_ints, check_places, check_pool, require
+from pallas_kernels.platforms import on_platform, takes_mosaic
 from pallas_kernels.quantized import QuantizedPages, stored
-from pallas_kernels.write_kv_pages import gpu, hopper, tpu, xla
+from pallas_kernels.write_kv_pages import hopper, tpu, xla
 
 Pool = TypeVar("Pool", Array, QuantizedPages)
-on_gpu = writes_by_generation(hopper.write_kv_pages, gpu.write_kv_pages)
+
+
+def on_gpu(kv_pages: Pool, k: Array, *rest: Any) -> Any:
+    """Writes by Mosaic GPU's kernel where the GPU and the arguments allow it, else by XLA's scatter."""
+    code = hopper if takes_mosaic("write_kv_pages", k, kv_pages) else xla
+    return code.write_kv_pages(kv_pages, k, *rest)
 
 
 def write_kv_pages(

@@ -3,7 +3,7 @@
 The oracle here is a loop over single query rows in numpy, written apart from the library's own reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import Array
 
+from pallas_kernels.arguments import OPTIONS, PagedAttentionArgs, PrefillAttentionArgs
 from pallas_kernels.quantized import LARGEST, QuantizedPages, dequantize, quantize_pages
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
@@ -165,6 +166,18 @@ def make_pool(shape: Shape, lengths, seed: int = 0, spare: int = 1) -> tuple[np.
 def make_queries(shape: Shape, rows: int, seed: int = 1) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return rng.standard_normal((rows, shape.kv_heads * shape.groups, shape.head_dim)).astype(np.float32)
+
+
+def by_arrays(kernel: Callable[..., Array], **fixed: Any) -> Callable[..., Any]:
+    """An attention kernel called by arrays and options, as the public functions are, instead of an argument object."""
+
+    def attend(q: Any, kv_pages: Any, page_table: Any, *rest: Any, **options: Any) -> Array:
+        named = {"scale": q.shape[-1] ** -0.5} | options
+        of_args = {name: named.pop(name) for name in ("sinks", *OPTIONS) if name in named}
+        made = PagedAttentionArgs if kernel.__name__ == "paged_attention" else PrefillAttentionArgs
+        return kernel(made(q, kv_pages, page_table, *rest, **of_args), **fixed, **named)
+
+    return attend
 
 
 def attend_row(q, pool, pages, visible, *, scale=None, window=None, soft_cap=None, sinks=None) -> np.ndarray:

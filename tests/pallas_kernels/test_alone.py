@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tune, tuning
+from pallas_kernels.arguments import PagedAttentionArgs
 from pallas_kernels.paged_attention import tpu
 
 BLOCKED = """
@@ -67,8 +68,7 @@ def test_a_measured_choice_is_taken_for_its_key_alone(monkeypatch):
     assert not tuning.tuned("paged_attention", q[:2], pool)
     assert not tuning.tuned("prefill_attention", q, pool)
     assert tpu.pages_of_block(pool) > 1
-    options = {"scale": 1.0, "window": None, "soft_cap": None, "interpret": True}
     table, lengths = jnp.ones((3, 2), jnp.int32), jnp.full(3, 20, jnp.int32)
     with pytest.raises(TypeError):  # what the table holds is what the kernel takes
         monkeypatch.setitem(tuning.TUNED, tuple(key), {"block_pages": "two"})
-        tpu.paged_attention(q, pool, table, lengths, None, **options)
+        tpu.paged_attention(PagedAttentionArgs(q, pool, table, lengths, scale=1.0), interpret=True)

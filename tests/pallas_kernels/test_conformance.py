@@ -27,6 +27,7 @@ from tests.pallas_kernels.shapes import (
     COLUMNS,
     Case,
     assert_close,
+    by_arrays,
     decode_oracle,
     make_pool,
     make_queries,
@@ -39,14 +40,14 @@ from tests.pallas_kernels.shapes import (
 
 # What a test costs is its compilation, so XLA takes the whole table for decode, and the other variants take turns.
 DECODE = {
-    "reference": decode_reference.paged_attention,
-    "tpu": partial(decode_tpu.paged_attention, interpret=True, cores=2),
-    "gpu": partial(decode_gpu.paged_attention, interpret=True),
+    "reference": by_arrays(decode_reference.paged_attention),
+    "tpu": by_arrays(decode_tpu.paged_attention, interpret=True, cores=2),
+    "gpu": by_arrays(decode_gpu.paged_attention, interpret=True),
 }
 PREFILL = {
-    "reference": prefill_reference.prefill_attention,
-    "tpu": partial(prefill_tpu.prefill_attention, interpret=True),
-    "gpu": partial(prefill_gpu.prefill_attention, interpret=True),
+    "reference": by_arrays(prefill_reference.prefill_attention),
+    "tpu": by_arrays(prefill_tpu.prefill_attention, interpret=True),
+    "gpu": by_arrays(prefill_gpu.prefill_attention, interpret=True),
 }
 ALL = {"window": None, "soft_cap": None}
 

@@ -1,4 +1,4 @@
-"""The GPU kernels, interpreted on the CPU: numbers for the shapes, and bits that no neighbour changes."""
+"""The Triton attention kernels, interpreted on the CPU: numbers for the shapes, and bits that no neighbour changes."""
 
 from functools import partial
 from typing import Any
@@ -11,13 +11,10 @@ import pytest
 from pallas_kernels.paged_attention import gpu as attention_gpu
 from pallas_kernels.prefill_attention import gpu as prefill_gpu
 from pallas_kernels.quantized import QuantizedPages, dequantize, quantize_pages
-from pallas_kernels.write_kv_pages import gpu as write_gpu
-from pallas_kernels.write_kv_pages import reference as write_reference
 from tests.pallas_kernels import test_paged_attention as decode
 from tests.pallas_kernels import test_prefill_attention as prefill
-from tests.pallas_kernels.shapes import Shape, make_pool, make_queries, rest_slow
+from tests.pallas_kernels.shapes import Shape, by_arrays, make_pool, make_queries, rest_slow
 from tests.pallas_kernels.test_paged_attention import FAVOURITE, OPTIONS, SINKS
-from tests.pallas_kernels.test_write_kv_pages import rows
 
 # Every head size, page size, group count and kind of pool, each once or twice: (shape, queries, pool).
 CASES = [
@@ -34,12 +31,12 @@ HELD = jnp.asarray([210, 0, 64, 333], jnp.int32)
 
 def attend(q, kv_pages, page_table, lengths, *, sinks=None, **options):
     options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": True} | options
-    return attention_gpu.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
+    return by_arrays(attention_gpu.paged_attention)(q, kv_pages, page_table, lengths, sinks, **options)
 
 
 def attend_packed(q, kv_pages, page_table, kv_lens, cu_q_lens, *, sinks=None, **options):
     options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": True} | options
-    return prefill_gpu.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
+    return by_arrays(prefill_gpu.prefill_attention)(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
 
 
 def check_pools(check, attend, arrays, queries: str, pool: str):
@@ -107,32 +104,13 @@ def test_more_query_heads_than_a_block_has_rows():
 @pytest.mark.parametrize(("pages", "kernels"), [(2**16, True), (2**16 + 1, False)])
 def test_bytes_that_a_kernel_cannot_point_at_are_left_to_xla(pages, kernels):
     pool: Any = QuantizedPages(array((pages, 8, 2, 16, 128), jnp.int8), array((pages, 8, 32), jnp.float32))
-    q, k, table, ints = array((4, 32, 128)), array((4, 8, 128)), array((4, 9), jnp.int32), array((4,), jnp.int32)
+    q, table, ints = array((4, 32, 128)), array((4, 9), jnp.int32), array((4,), jnp.int32)
     calls = [
         jax.make_jaxpr(attend)(q, pool, table, ints),
         jax.make_jaxpr(attend_packed)(q, pool, table, ints, array((5,), jnp.int32)),
-        jax.make_jaxpr(write_gpu.write_kv_pages)(pool, k, k, ints, ints),
     ]
-    assert ["pallas_call" in str(call) for call in calls] == [kernels] * 3
+    assert ["pallas_call" in str(call) for call in calls] == [kernels] * 2
 
 
 def array(shape, dtype=jnp.bfloat16) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-@pytest.mark.parametrize(("shape", "pool"), rest_slow([(shape, pool) for shape, _, pool in CASES], 3), ids=str)
-def test_every_row_lands_in_its_place_and_nothing_else_changes(shape, pool):
-    k, v, pages, offsets = rows(shape, 30)
-    pages[::7] = 0
-    floats = make_queries(Shape(shape.head_dim, 2 * shape.kv_heads, 1, shape.page_size), 10 * shape.page_size)
-    before = jnp.asarray(floats.reshape(10, shape.kv_heads, 2, shape.page_size, shape.head_dim))
-    quantised = pool in ("int8", "float8_e4m3fn")
-    before = quantize_pages(before, jnp.dtype(pool)) if quantised else before.astype(pool)
-    arguments = before, jnp.asarray(k), jnp.asarray(v), pages, offsets
-    got = write_gpu.write_kv_pages(*arguments, interpret=True)
-    want = jax.jit(write_reference.write_kv_pages)(*arguments)
-    for parts in zip(*(jax.tree.leaves(tree) for tree in (got, want, before)), strict=True):
-        after, expected, old = (np.asarray(part) for part in parts)
-        assert after.dtype == old.dtype
-        assert np.array_equal(after[1:], expected[1:])
-        assert np.array_equal(after[0], old[0]), "the null page is not written"

@@ -11,14 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import KernelError, grouped_product
-from pallas_kernels.grouped_product import gpu, reference, xla
+from pallas_kernels.grouped_product import reference, xla
 
-SMALL = gpu.Blocks(rows=16, outputs=16, step=16, warps=4, stages=2)
 VARIANTS: dict[str, Any] = {
-    "gpu of [N, K]": partial(gpu.grouped_product, out_first=True, interpret=True),
-    "gpu of [K, N]": partial(gpu.grouped_product, out_first=False, interpret=True),
-    "gpu in small blocks of [N, K]": partial(gpu.grouped_product, out_first=True, blocks=SMALL, interpret=True),
-} | {
     f"{name} of [{'N, K' if out_first else 'K, N'}]": partial(each, out_first=out_first)
     for name, each in (
         ("blocks", xla.product_by_blocks),

@@ -11,8 +11,8 @@ import pytest
 
 from jdisagg.parallel.submesh import Submesh
 from pallas_kernels import grouped_product, tuning
-from pallas_kernels.generations import multiplies_by_mosaic
 from pallas_kernels.grouped_product import hopper, reference
+from pallas_kernels.platforms import multiplies_by_mosaic
 from pallas_kernels.tuning import MOSAIC
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.shapes import rest_slow

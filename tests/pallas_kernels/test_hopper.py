@@ -17,7 +17,15 @@ from pallas_kernels.paged_attention import hopper
 from pallas_kernels.platforms import gpu_generation, traced_for
 from pallas_kernels.quantized import QuantizedPages, quantize_pages
 from tests.pallas_kernels.gpu_target import gpu_devices
-from tests.pallas_kernels.shapes import Shape, assert_close, decode_oracle, make_queries, plain_pool, rest_slow
+from tests.pallas_kernels.shapes import (
+    Shape,
+    assert_close,
+    by_arrays,
+    decode_oracle,
+    make_queries,
+    plain_pool,
+    rest_slow,
+)
 from tests.pallas_kernels.test_pack_aot import array, make_pools
 from tests.pallas_kernels.test_paged_attention import SINKS, check, inputs
 from tests.pallas_kernels.tpu_modes import RACE
@@ -33,7 +41,7 @@ CASES = [
 
 def attend(q, kv_pages, page_table, lengths, *, sinks=None, **options):
     options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": INTERPRETED} | options
-    return hopper.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
+    return by_arrays(hopper.paged_attention)(q, kv_pages, page_table, lengths, sinks, **options)
 
 
 @pytest.mark.parametrize(("shape", "lengths", "options"), [pytest.param(*CASES[0]), *rest_slow(CASES[1:], 0)], ids=str)

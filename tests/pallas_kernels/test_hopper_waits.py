@@ -17,6 +17,7 @@ from pallas_kernels.prefill_attention import hopper as prefill
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.unpack_kv_pages import hopper as unpack
 from pallas_kernels.wire_format import PackedPages
+from tests.pallas_kernels.shapes import by_arrays
 
 ARRIVE, WAIT = "copy_gmem_to_smem", "barrier_wait"
 
@@ -61,22 +62,21 @@ Q, PAGES, CODES = (
 )
 QUANTISED = QuantizedPages(CODES, shape((9, 2, 128), "float32"))
 LATENTS, WIDE = shape((9, 1, 1, 64, 576), "bfloat16"), shape((4, 8, 576), "bfloat16")
-RULE = {"sinks": None, "scale": 1.0, "window": None, "soft_cap": None}
 PACKED = PackedPages(shape((1, 3, 2, 2, 64, 128), "bfloat16"), None, None)
 DECODE, CHUNK = (ints(4, 4), ints(4)), (ints(2, 4), ints(2), ints(3))
 KERNELS = {
-    "decode": (partial(decode.paged_attention, **RULE), Q, PAGES, *DECODE),
-    "decode of codes": (partial(decode.paged_attention, **RULE), Q, QUANTISED, *DECODE),
-    "decode of latents": (partial(decode.paged_attention, value_size=512, **RULE), WIDE, LATENTS, *DECODE),
-    "prefill": (partial(prefill.prefill_attention, **RULE), Q, PAGES, *CHUNK),
-    "prefill of codes": (partial(prefill.prefill_attention, **RULE), Q, QUANTISED, *CHUNK),
+    "decode": (by_arrays(decode.paged_attention), Q, PAGES, *DECODE),
+    "decode of codes": (by_arrays(decode.paged_attention), Q, QUANTISED, *DECODE),
+    "decode of latents": (partial(by_arrays(decode.paged_attention), value_size=512), WIDE, LATENTS, *DECODE),
+    "prefill": (by_arrays(prefill.prefill_attention), Q, PAGES, *CHUNK),
+    "prefill of codes": (by_arrays(prefill.prefill_attention), Q, QUANTISED, *CHUNK),
     "grouped product": (
         partial(product.grouped_product, out_first=False),
         shape((200, 128), "bfloat16"),
         shape((2, 128, 128), "bfloat16"),
         ints(2),
     ),
-    "prefill of latents": (partial(prefill.prefill_attention, value_size=512, **RULE), WIDE, LATENTS, *CHUNK),
+    "prefill of latents": (partial(by_arrays(prefill.prefill_attention), value_size=512), WIDE, LATENTS, *CHUNK),
     "pack": (partial(pack.pack_kv_pages, wire="raw"), [PAGES], ints(3)),
     "unpack": (partial(unpack.unpack_kv_pages, wire="raw"), [PAGES], PACKED, ints(3)),
 }

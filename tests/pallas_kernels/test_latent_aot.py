@@ -79,7 +79,7 @@ def test_a_step_over_latents_compiles_with_every_kernel_and_copies_no_pages(chip
     kernels = sum(
         text.count(name) for name in ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2")
     )
-    assert kernels == (4 if chip == "h100" else 3)  # a GPU joins the parts of a slot by a second one
+    assert kernels == 3  # a GPU joins the parts of a slot by a kernel of its own, and XLA writes its latents
     assert memory.alias_size_in_bytes >= POOL_BYTES * 0.99, "donation took no effect"
     assert memory.temp_size_in_bytes < POOL_BYTES // 2, "the pool is copied"
 

@@ -9,17 +9,17 @@ import pytest
 
 from jdisagg.parallel.submesh import Submesh
 from pallas_kernels import paged_attention
-from pallas_kernels.generations import takes_mosaic
 from pallas_kernels.mosaic import BOX
-from pallas_kernels.paged_attention import hopper_latents
+from pallas_kernels.paged_attention import hopper
+from pallas_kernels.platforms import takes_mosaic
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.latents import LatentShape, pool_of_one_part, queries
-from tests.pallas_kernels.shapes import assert_close, decode_oracle, rest_slow
+from tests.pallas_kernels.shapes import assert_close, by_arrays, decode_oracle, rest_slow
 from tests.pallas_kernels.test_hopper import INTERPRETED
 from tests.pallas_kernels.test_pack_aot import array
 from tests.pallas_kernels.tpu_modes import RACE
 
-FEW_PARTS = hopper_latents.Blocks(parts=2, tiles=1, tile=64, warps=4, stages=2)
+FEW_PARTS = hopper.Blocks(parts=2, tiles=1, tile=64, warps=4, stages=2)
 CASES = [
     (LatentShape(128, 192, 6, 16), (3, 70, 0), {}),
     # Two blocks of rows, tiles that come into a buffer anew, parts that are joined.
@@ -36,7 +36,7 @@ def test_it_meets_the_oracle_without_a_race(shape, lengths, options, capfd):
         options = options | {"sinks": np.linspace(-2, 3, shape.heads).astype(np.float32)}
     named = {"scale": shape.size**-0.5, "window": None, "soft_cap": None} | options
     sinks = named.pop("sinks", None)
-    attend = partial(hopper_latents.paged_attention, value_size=shape.value_size, blocks=FEW_PARTS, **named)
+    attend = partial(by_arrays(hopper.paged_attention), value_size=shape.value_size, blocks=FEW_PARTS, **named)
     got = jax.jit(partial(attend, interpret=INTERPRETED))(q, pool, table, lengths, sinks)
     want = decode_oracle(np.asarray(q, np.float32), plain, np.asarray(table), lengths, **options)
     assert_close(got, want[..., : shape.value_size], "bfloat16")
@@ -50,7 +50,7 @@ def test_rows_of_a_draft_see_as_far_as_each_is_told(heads, capfd):
     pool, table, plain = pool_of_one_part(shape, (130,), "bfloat16")
     q, lengths = jnp.asarray(queries(shape, 3), jnp.bfloat16), np.asarray((128, 129, 0), np.int32)
     options = {"scale": 0.1, "window": None, "soft_cap": None, "value_size": shape.value_size, "blocks": FEW_PARTS}
-    got = hopper_latents.paged_attention(q, pool, table, lengths, None, interpret=INTERPRETED, **options)
+    got = by_arrays(hopper.paged_attention)(q, pool, table, lengths, None, interpret=INTERPRETED, **options)
     seen = np.repeat(np.asarray(table), 3, axis=0)
     want = decode_oracle(np.asarray(q, np.float32), plain, seen, lengths, scale=0.1)
     assert_close(got, want[..., : shape.value_size], "bfloat16")

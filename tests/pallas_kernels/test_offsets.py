@@ -1,6 +1,5 @@
 """Pools of single bytes that Triton's offsets do not reach are left to XLA, and no others."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -8,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from jdisagg.parallel.submesh import Submesh
-from pallas_kernels.offsets import within_reach
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.quantized import QuantizedPages
+from pallas_kernels.triton_attention import offsets_reach
 from tests.pallas_kernels.gpu_target import gpu_devices
+from tests.pallas_kernels.shapes import by_arrays
 from tests.pallas_kernels.test_pack_aot import array
 
 GIB = 1 << 30
@@ -23,8 +23,8 @@ GIB = 1 << 30
      (3, "bfloat16", True), (40, "float32", True)],
 )  # fmt: skip
 def test_offsets_end_between_2_and_4_gib_of_bytes_alone(gib, dtype, reached):
-    assert within_reach(gib * GIB // jnp.dtype(dtype).itemsize, dtype) is reached
-    assert within_reach(2 * GIB + 1, "int8") is False and within_reach(4 * GIB + 1, "int8") is True
+    assert offsets_reach(gib * GIB // jnp.dtype(dtype).itemsize, dtype) is reached
+    assert offsets_reach(2 * GIB + 1, "int8") is False and offsets_reach(4 * GIB + 1, "int8") is True
 
 
 @pytest.mark.usefixtures("no_kept_programs")
@@ -35,7 +35,7 @@ def test_a_pool_of_bytes_is_read_by_the_kernel_unless_it_is_of_2_to_4_gib(gib, k
     codes: Any = array(submesh, (pages, 8, 2, 32, 128), jnp.int8)
     scales: Any = array(submesh, (pages, 8, 64), jnp.float32)
     ints = array(submesh, (4, 8), jnp.int32), array(submesh, (4,), jnp.int32)
-    attend = partial(gpu.paged_attention, sinks=None, scale=1.0, window=None, soft_cap=None)
+    attend = by_arrays(gpu.paged_attention)
     with jax.sharding.set_mesh(submesh.mesh):
         lowered = jax.jit(attend).lower(array(submesh, (4, 32, 128), "bfloat16"), QuantizedPages(codes, scales), *ints)
     assert ("triton" in lowered.as_text()) is kernels

@@ -70,7 +70,7 @@ def test_an_h100_moves_pages_in_place_with_no_register_spilled(dtype, monkeypatc
     ],
     ids=str,
 )
-def test_what_is_converted_or_large_is_triton_s(shape, packed, carried):
+def test_pages_that_are_converted_or_large_are_left_to_xla(shape, packed, carried):
     pool = jax.ShapeDtypeStruct((9, shape.kv_heads, 2, shape.page_size, shape.head_dim), jnp.bfloat16)
     rows: Any = jax.ShapeDtypeStruct((5, shape.kv_heads, shape.head_dim), jnp.dtype(packed))
     assert mosaic.carries(rows, pool) is carried  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from tests.pallas_kernels.shapes import (
     LENGTHS,
     Shape,
     assert_close,
+    by_arrays,
     decode_oracle,
     make_pool,
     make_queries,
@@ -37,7 +38,7 @@ FAVOURITE = Shape(64, 4, 2, 16)
 
 def plain_reference(q, kv_pages, page_table, lengths, *, scale=None, sinks=None, **options):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return reference.paged_attention(q, kv_pages, page_table, lengths, sinks, scale=scale, **options)
+    return by_arrays(reference.paged_attention)(q, kv_pages, page_table, lengths, sinks, scale=scale, **options)
 
 
 def inputs(shape: Shape, lengths=LENGTHS, dtype: str = "float32"):

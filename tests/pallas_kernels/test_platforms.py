@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdisagg.parallel.submesh import Submesh
 from pallas_kernels import pack_kv_pages
-from pallas_kernels.pack_kv_pages import gpu, tpu
+from pallas_kernels.pack_kv_pages import hopper, tpu
 from pallas_kernels.platforms import on_platform, traced_for
 
 
@@ -39,7 +39,7 @@ def test_what_was_traced_for_one_platform_is_not_taken_for_another():
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_program_of_cpu_devices_traces_no_kernel_of_other_platforms(shards: int, monkeypatch: pytest.MonkeyPatch):
-    for module in (tpu, gpu):
+    for module in (tpu, hopper):
         monkeypatch.setattr(module, "pack_kv_pages", never)
     submesh = Submesh(jax.devices()[:shards])
     specs = (P(None, "tp"), P()), P(None, None, "tp")

@@ -15,6 +15,7 @@ from pallas_kernels.prefill_attention import reference
 from tests.pallas_kernels.shapes import (
     Shape,
     assert_close,
+    by_arrays,
     make_pool,
     make_queries,
     plain_pool,
@@ -30,7 +31,9 @@ PADDING = 11
 
 def plain_reference(q, kv_pages, page_table, kv_lens, cu_q_lens, *, scale=None, sinks=None, **options):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return reference.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, scale=scale, **options)
+    return by_arrays(reference.prefill_attention)(
+        q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, scale=scale, **options
+    )
 
 
 def inputs(shape: Shape, packed=PACKED, dtype: str = "float32", padding: int = PADDING):

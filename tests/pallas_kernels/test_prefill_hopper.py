@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec
 from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
 from pallas_kernels import prefill_attention
-from pallas_kernels.generations import takes_mosaic
 from pallas_kernels.mosaic import BOX
+from pallas_kernels.platforms import takes_mosaic
 from pallas_kernels.prefill_attention import hopper
 from pallas_kernels.quantized import quantize_pages
 from tests.pallas_kernels.gpu_target import gpu_devices
-from tests.pallas_kernels.shapes import Shape, rest_slow
+from tests.pallas_kernels.shapes import Shape, by_arrays, rest_slow
 from tests.pallas_kernels.test_hopper import INTERPRETED
 from tests.pallas_kernels.test_pack_aot import array, make_pools
 from tests.pallas_kernels.test_paged_attention import SINKS
@@ -37,7 +37,7 @@ CASES = [
 def attend(q, kv_pages, page_table, kv_lens, cu_q_lens, *, sinks=None, **options):
     options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "blocks": SMALL} | options
     arrays = q, kv_pages, page_table, kv_lens, cu_q_lens, sinks
-    return hopper.prefill_attention(*arrays, interpret=INTERPRETED, **options)
+    return by_arrays(hopper.prefill_attention)(*arrays, interpret=INTERPRETED, **options)
 
 
 @pytest.mark.slow

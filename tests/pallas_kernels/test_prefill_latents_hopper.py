@@ -12,7 +12,7 @@ from pallas_kernels import prefill_attention
 from pallas_kernels.prefill_attention import hopper
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.latents import LatentShape, pool_of_one_part, queries
-from tests.pallas_kernels.shapes import assert_close, prefill_oracle, rest_slow
+from tests.pallas_kernels.shapes import assert_close, by_arrays, prefill_oracle, rest_slow
 from tests.pallas_kernels.test_hopper import INTERPRETED
 from tests.pallas_kernels.test_pack_aot import array
 from tests.pallas_kernels.tpu_modes import RACE
@@ -36,7 +36,7 @@ def test_it_meets_the_oracle_without_a_race(shape, packed, options, capfd):
         options = options | {"sinks": np.linspace(-2, 3, shape.heads).astype(np.float32)}
     named = {"scale": shape.size**-0.5, "window": None, "soft_cap": None} | options
     sinks = named.pop("sinks", None)
-    attend = partial(hopper.prefill_attention, value_size=shape.value_size, interpret=INTERPRETED, **named)
+    attend = partial(by_arrays(hopper.prefill_attention), value_size=shape.value_size, interpret=INTERPRETED, **named)
     got = jax.jit(attend)(q, pool, table, kv_lens, spans, sinks)
     want = prefill_oracle(np.asarray(q, np.float32), plain, np.asarray(table), kv_lens, spans, **options)
     assert_close(got, want[..., : shape.value_size], "bfloat16")

@@ -15,7 +15,7 @@ from pallas_kernels.tpu_blocks import deal, next_with_work
 from pallas_kernels.write_kv_pages import reference as write_reference
 from pallas_kernels.write_kv_pages import tpu as write_tpu
 from tests.pallas_kernels import test_prefill_attention as prefill
-from tests.pallas_kernels.shapes import rest_slow, stored_pool
+from tests.pallas_kernels.shapes import by_arrays, rest_slow, stored_pool
 from tests.pallas_kernels.test_paged_attention import FAVOURITE, OPTIONS, SINKS, check, check_drafts, inputs
 from tests.pallas_kernels.test_write_kv_pages import rows
 from tests.pallas_kernels.tpu_modes import EAGER, FAST, LATE, RACE
@@ -30,12 +30,12 @@ def smaller(arrays, dtype: str):
 
 def attend(q, kv_pages, page_table, lengths, *, sinks=None, **options):
     options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": FAST} | options
-    return attention_tpu.paged_attention(q, kv_pages, page_table, lengths, sinks, **options)
+    return by_arrays(attention_tpu.paged_attention)(q, kv_pages, page_table, lengths, sinks, **options)
 
 
 def attend_packed(q, kv_pages, page_table, kv_lens, cu_q_lens, *, sinks=None, **options):
     options = {"scale": q.shape[-1] ** -0.5, "window": None, "soft_cap": None, "interpret": FAST} | options
-    return prefill_tpu.prefill_attention(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
+    return by_arrays(prefill_tpu.prefill_attention)(q, kv_pages, page_table, kv_lens, cu_q_lens, sinks, **options)
 
 
 @pytest.mark.parametrize("options", rest_slow([OPTIONS[7], OPTIONS[1], OPTIONS[5]]), ids="-".join)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import generations, tune, tuning
+from pallas_kernels import platforms, tune, tuning
+from pallas_kernels.arguments import PagedAttentionArgs, PrefillAttentionArgs
 from pallas_kernels.tune_moves import MOVES, PACK, UNPACK, WRITE, arrays_of, choices, mover
 from pallas_kernels.tuning import MOSAIC
 
@@ -42,11 +43,11 @@ def test_gpus_have_moves_to_tune_and_tpus_none():
 
 def test_a_measured_choice_says_whose_code_runs(monkeypatch):
     rows, pool = arrays_of(WRITE, 4, 8, 16, 128, "bfloat16")[:2]
-    monkeypatch.setattr(generations, "gpu_generation", lambda: generations.HOPPER)
-    assert generations.takes_mosaic(WRITE, rows, pool)
+    monkeypatch.setattr(platforms, "gpu_generation", lambda: platforms.HOPPER)
+    assert platforms.takes_mosaic(WRITE, rows, pool)
     found: dict[str, Any] = {MOSAIC: 0}
-    monkeypatch.setattr(generations, "tuned", lambda *_: found)
-    assert not generations.takes_mosaic(WRITE, rows, pool)
+    monkeypatch.setattr(platforms, "tuned", lambda *_: found)
+    assert not platforms.takes_mosaic(WRITE, rows, pool)
 
 
 def test_latents_are_tuned_by_both_codes():
@@ -58,15 +59,17 @@ def test_latents_are_tuned_by_both_codes():
 
 def test_a_choice_is_looked_up_by_slots_whatever_rows_each_has(monkeypatch):
     q, pool = jnp.zeros((8, 8, 128), "bfloat16"), jnp.zeros((9, 2, 2, 16, 128), "bfloat16")
-    monkeypatch.setattr(generations, "gpu_generation", lambda: generations.HOPPER)
+    monkeypatch.setattr(platforms, "gpu_generation", lambda: platforms.HOPPER)
     of_two_slots = tuple(tuning.key_of("paged_attention", q[:2], pool))
     monkeypatch.setitem(tuning.TUNED, of_two_slots, {MOSAIC: 0})
-    attend = generations.by_generation("paged_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
-    assert attend(q, pool, jnp.zeros((2, 4), jnp.int32)) == "triton"  # four rows of each
-    assert attend(q, pool, jnp.zeros((8, 4), jnp.int32)) == "mosaic"
-    chunk = generations.by_generation("prefill_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
+    attend = platforms.by_generation("paged_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
+    lengths = jnp.zeros(8, jnp.int32)
+    two, eight = (PagedAttentionArgs(q, pool, jnp.zeros((slots, 4), jnp.int32), lengths, scale=1.0) for slots in (2, 8))
+    assert attend(two) == "triton"  # four rows of each
+    assert attend(eight) == "mosaic"
+    chunk = platforms.by_generation("prefill_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
     monkeypatch.setitem(tuning.TUNED, ("prefill_attention", *of_two_slots[1:]), {MOSAIC: 0})
-    assert chunk(q, pool, jnp.zeros((2, 4), jnp.int32)) == "mosaic"  # by its tokens
+    assert chunk(PrefillAttentionArgs(*two.arrays[:4], jnp.zeros(3, jnp.int32), scale=1.0)) == "mosaic"  # by its tokens
 
 
 def test_a_choice_is_kept_for_what_was_measured():

@@ -72,6 +72,6 @@ def test_an_h100_writes_in_place_with_no_register_spilled(dtype, monkeypatch, ca
     ],
     ids=str,
 )
-def test_what_a_tma_does_not_take_is_triton_s(shape, dtype, copied):
+def test_rows_that_a_tma_does_not_take_are_left_to_xla(shape, dtype, copied):
     pool, new = jax.eval_shape(lambda: (pool_of(shape, dtype), jnp.zeros((3, shape.kv_heads, shape.head_dim))))
     assert mosaic.copies(new, pool) is copied

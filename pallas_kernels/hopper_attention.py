@@ -1,7 +1,7 @@
-"""How a warpgroup brings tiles of K and V, or of latents, to those that multiply (attention on Hopper GPUs).
+"""Mosaic GPU attention on Hopper: how a warpgroup brings tiles of K and V to those that multiply.
 
-Pages come as they are, or as codes that it widens to bf16, which holds them exactly, in the buffer that the others
-read. Scales multiply logits and weights.
+Pages come as they are, or as codes that the warpgroup widens to bf16, which holds them exactly, in the buffer that the
+others read. Scales multiply logits and weights, so no number is multiplied that a product would not have anyway.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,32 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import BOX, Chip, per_token, plgpu
-from pallas_kernels.paged_attention.hopper_tiles import Held
-from pallas_kernels.wire_format import decode_e4m3
+from pallas_kernels.mosaic import BOX, ROWS, Chip, per_row, per_token, places, plgpu
+from pallas_kernels.quantized import QuantizedPages
+from pallas_kernels.triton_attention import LOG2_E, NEVER, Rule
+from pallas_kernels.wire_format import bits_of, decode_e4m3
+
+HALVES = 2  # of V: warpgroups that multiply
+REGISTERS, FEW_REGISTERS = 232, 40  # a thread, of those that multiply and of those that bring pages
+STAGES = 2  # tiles in flight
+
+
+class Held(NamedTuple):
+    """Where a pool lies."""
+
+    numbers: Any  # [P * Hkv * 2 * page_size, D], codes as integers with a sign
+    scales: Any  # f32 [P, Hkv, 2 * page_size], None where pages are as they are
+
+    @staticmethod
+    def of(kv_pages: Array | QuantizedPages) -> "Held":
+        if not isinstance(kv_pages, QuantizedPages):
+            return Held(kv_pages.reshape(-1, kv_pages.shape[-1]), None)
+        codes = lax.bitcast_convert_type(bits_of(kv_pages.values), jnp.int8)
+        return Held(codes.reshape(-1, codes.shape[-1]), kv_pages.scales)
+
+    @property
+    def refs(self) -> list[Any]:
+        return [each for each in self if each is not None]
 
 
 class Room(NamedTuple):
@@ -138,3 +161,36 @@ def bring(
             pl.when(step + stages < steps)(partial(fetch, step + stages, which, room.codes, room.came))
 
     pl.loop(jnp.maximum(steps - stages, 0), steps)(freed)
+
+
+def mix_half(queries, room: Room, rows, mine, rule: Rule, chip: type[Chip]):
+    """The greatest logit and total of the rows after all tiles, and of their mixture the numbers of this warpgroup's
+    half."""
+    (walk, told), (warpgroup, half) = rows, mine
+    stages, tile, _ = room.numbers.shape
+
+    def step(at, carry):
+        top, total, mixed = carry
+        (index, run), buffer = walk.at(at), lax.rem(at, stages)
+        plgpu.barrier_wait(room.arrived.at[buffer])
+        logits = chip.logits(queries, room.numbers.at[buffer])
+        if rule.soft_cap is None:
+            logits = logits * (rule.scale * LOG2_E)
+        else:
+            logits = jnp.tanh(logits * (rule.scale / rule.soft_cap)) * (rule.soft_cap * LOG2_E)
+        token = places(chip, logits.shape, 1) + index * tile
+        logits = jnp.where(walk.seen(token, run, told, rule.window, chip), logits, NEVER)
+        higher = jnp.maximum(top, logits.max(axis=1))
+        share = jnp.exp2(top - higher)
+        weights = jnp.exp2(logits - per_row(higher, logits.shape))
+        total = total * share + weights.sum(axis=1)
+        values = room.numbers.at[buffer, :, pl.ds(pl.multiple_of(warpgroup * half, half), half)]
+        mixed = chip.mixture(mixed * per_row(share, mixed.shape), weights.astype(jnp.bfloat16), values)
+        plgpu.barrier_arrive(room.done.at[buffer])
+        return higher, total, mixed
+
+    reduced = plgpu.Layout.WGMMA.reduce(1)
+    top = chip.lay(jnp.full((ROWS,), NEVER, jnp.float32), reduced)
+    total = chip.lay(jnp.zeros((ROWS,), jnp.float32), reduced)
+    mixed = chip.lay(jnp.zeros((ROWS, half), jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, walk.steps, step, (top, total, mixed))
