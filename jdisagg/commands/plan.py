@@ -36,8 +36,9 @@ from jdisagg.cluster.job import Job, job_of, with_fronts
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import Schedule
 from jdisagg.core.profile import read_profile
+from jdisagg.core.router_config import RESERVE_TOKENS
 from jdisagg.core.settings import Settings, int_list
-from jdisagg.core.worker_config import RESERVE_TOKENS, TransferMode
+from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES
 from jdisagg.sim.cluster_spec import CostOf, Sizes, by_roofline, longest, published
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline

@@ -35,8 +35,8 @@ from jdisagg import command, flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Profile, read_profile
-from jdisagg.core.router_config import RouterConfig, Routing
-from jdisagg.core.worker_config import RESERVE_TOKENS, TransferMode, chunk_tokens
+from jdisagg.core.router_config import RESERVE_TOKENS, RouterConfig, Routing
+from jdisagg.core.worker_config import TransferMode, chunk_tokens
 from jdisagg.policy.autoscaler import Scaling
 from jdisagg.sim.arithmetic import DTYPE_BYTES
 from jdisagg.sim.cluster import PATIENT, Cluster

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+RESERVE_TOKENS = 64  # output tokens reserved at first by default: servers, simulator and planner
+
 
 class Routing(StrEnum):
     """By what the router pairs workers; see `policy/routing.py`."""

@@ -10,9 +10,8 @@ from enum import StrEnum
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.request import WorkerId
+from jdisagg.core.router_config import RESERVE_TOKENS
 from jdisagg.core.tiers import Tier
-
-RESERVE_TOKENS = 64  # output tokens reserved at first by default: servers, simulator and planner
 
 
 class Role(StrEnum):

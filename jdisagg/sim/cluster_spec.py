@@ -12,9 +12,9 @@ from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.request import Attempt, RequestId, WorkerId
-from jdisagg.core.router_config import Routing
+from jdisagg.core.router_config import RESERVE_TOKENS, Routing
 from jdisagg.core.steps import KVTransfer
-from jdisagg.core.worker_config import RESERVE_TOKENS, Role, TransferMode, WorkerConfig
+from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.sim.cost_models import CostModel, RingRoofline, Roofline, distserve_fit, distserve_kv_tokens
 from jdisagg.sim.hardware import Hardware, hardware
 from jdisagg.sim.kernel_tables import KernelTables
