@@ -1,4 +1,4 @@
-"""When decode pages are taken: before prefill, as it ends where they are foreseen to be free, or after it.
+"""For how many output tokens decode pages are reserved at first: few preempt, many keep requests waiting.
 
 Simulated, on the public traces: Llama-3-8B on H100s, one prefill and one decode worker with little room for KV. How
 long an answer gets is not known beforehand: every request asks for up to `--limit` tokens. Pages that are held by
@@ -25,7 +25,6 @@ from jdisagg.core.events import Event, Send
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.messages import Preempted
 from jdisagg.core.request import WorkerId
-from jdisagg.core.router_config import Reserving
 from jdisagg.policy.decode_sequence import DecodeSequence, admitted
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, by_roofline, cluster_spec
@@ -47,8 +46,7 @@ TRACES = {"azure": "azure_llm_2023_conv.csv.gz", "mooncake": "mooncake_fast25_co
 RATES = {"azure": (10.0, 14.0), "mooncake": (0.6,), "mix": (10.0,)}  # requests a second
 KV_TOKENS = {"azure": 40_000, "mooncake": 150_000, "mix": 20_000}  # of the decode worker
 LOOK_S = 0.1
-# Output tokens whose pages are taken at first, too: early with few of them saves memory in another way, by preempting.
-WAYS = ((Reserving.EARLY, 512), (Reserving.EARLY, 16), (Reserving.CALENDAR, 512), (Reserving.LATE, 512))
+RESERVE_TOKENS = 512, 64, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,6 @@ class Row:
 
     trace: str
     rate_rps: float
-    reserve: str
     reserve_tokens: int
     unused: float  # reserved, and nothing written in them
     waiting: float  # of these, held for KV that was not there yet
@@ -68,7 +65,7 @@ class Row:
     tpot_p99_s: float
     latency_p50_s: float
     latency_p99_s: float
-    sent_back: int  # claims that found no room in time
+    output_tokens: int
     preempted: int
     span_s: float
 
@@ -76,10 +73,9 @@ class Row:
 class Looked(Cluster):
     """Looks at decode pages again and again, and counts who gives them back."""
 
-    def __init__(self, given: ClusterSpec, reserve: Reserving) -> None:
-        router = replace(PATIENT, reserve=reserve)
-        super().__init__(given.workers, given.costs, given.links, router, given.message_s)
-        self.looks, self.preempted, self.sent_back = list[tuple[int, int, int]](), 0, 0
+    def __init__(self, given: ClusterSpec) -> None:
+        super().__init__(given.workers, given.costs, given.links, PATIENT, given.message_s)
+        self.looks, self.preempted = list[tuple[int, int, int]](), 0
         self._next_s = 0.0
 
     def _deliver(self, actor: WorkerId, event: Event) -> None:
@@ -102,10 +98,7 @@ class Looked(Cluster):
 
     def send(self, actor: WorkerId, effect: Send) -> None:
         if isinstance(effect.message, Preempted):
-            if effect.message.detail.startswith("no room"):
-                self.sent_back += 1
-            else:
-                self.preempted += 1
+            self.preempted += 1
         super().send(actor, effect)
 
 
@@ -120,9 +113,9 @@ def spec(trace: Trace, kv_tokens: int, reserve_tokens: int) -> ClusterSpec:
     return replace(given, workers=tuple(workers))
 
 
-def measure(name: str, trace: Trace, reserve: Reserving, reserve_tokens: int) -> Row:
+def measure(name: str, trace: Trace, reserve_tokens: int) -> Row:
     given = spec(trace, KV_TOKENS[name], reserve_tokens)
-    cluster = Looked(given, reserve)
+    cluster = Looked(given)
     outcome = cluster.run(trace.unnamed(), limit=FLAGS.limit)
     cluster.check_all_ended()
     assert len(outcome.served) == len(outcome.records), "everybody is served"
@@ -132,9 +125,10 @@ def measure(name: str, trace: Trace, reserve: Reserving, reserve_tokens: int) ->
     for metric in ("TTFT", "TPOT", "latency"):
         for percent in (50, 99):
             spread[f"{metric.lower()}_p{percent}_s"] = float(np.percentile(outcome.values(metric), percent))
-    counts = {"sent_back": cluster.sent_back, "preempted": cluster.preempted, "span_s": outcome.span_s}
+    tokens = sum(each.told_tokens for each in outcome.served)
+    counts = {"output_tokens": tokens, "preempted": cluster.preempted, "span_s": outcome.span_s}
     shares = {"unused": waiting + growing, "waiting": waiting, "written": written}
-    return Row(name, trace.rate_rps, reserve.value, reserve_tokens, **shares, **spread, **counts)
+    return Row(name, trace.rate_rps, reserve_tokens, **shares, **spread, **counts)
 
 
 def workloads() -> dict[str, Trace]:
@@ -145,7 +139,9 @@ def workloads() -> dict[str, Trace]:
 
 
 def table(rows: list[Row]) -> Table:
-    shown = Table("trace", "requests/s", "reserve", "unused", "written", "TTFT p50, s", "p99", "TPOT p99", "latency")
+    shown = Table(
+        "trace", "requests/s", "reserve_tokens", "unused", "written", "TTFT p50, s", "p99", "TPOT p99", "latency"
+    )
     for row in rows:
         shares = (f"{share:.1%}" for share in (row.unused, row.written))
         times = (
@@ -154,7 +150,7 @@ def table(rows: list[Row]) -> Table:
             f"{row.tpot_p99_s * 1e3:.1f}",
             f"{row.latency_p50_s:.2f}",
         )
-        shown.add_row(row.trace, f"{row.rate_rps:.3g}", f"{row.reserve} {row.reserve_tokens}", *shares, *times)
+        shown.add_row(row.trace, f"{row.rate_rps:.3g}", str(row.reserve_tokens), *shares, *times)
     return shown
 
 
@@ -162,8 +158,8 @@ def main() -> int:
     rows = list[Row]()
     for name, trace in workloads().items():
         for rate in RATES[name]:
-            rows += [measure(name, trace.at_rate(rate), *way) for way in WAYS]
-            Console().print(table(rows[-len(WAYS) :]))
+            rows += [measure(name, trace.at_rate(rate), tokens) for tokens in RESERVE_TOKENS]
+            Console().print(table(rows[-len(RESERVE_TOKENS) :]))
     if FLAGS.output:
         about = {name: FLAGS[name].value for name in ("requests", "limit", "slots", "mesh", "port_gb_per_s")}
         sizes = {"kv_tokens": KV_TOKENS}

@@ -85,17 +85,18 @@ def reservations() -> str:
         [
             each["trace"],
             f"{each['rate_rps']:.3g}",
-            f"`{each['reserve']}`, {each['reserve_tokens']}",
+            str(each["reserve_tokens"]),
             *(percent(each[key], 1) for key in ("unused", "waiting", "written")),
             *(f"{each[key]:.2f}" for key in ("ttft_p50_s", "ttft_p99_s")),
-            f"{each['tpot_p99_s'] * 1e3:.1f}",
+            *(f"{each[key] * 1e3:.1f}" for key in ("tpot_p50_s", "tpot_p99_s")),
             f"{each['latency_p50_s']:.2f}",
             str(each["preempted"]),
+            f"{each['output_tokens']:,}",
         ]
         for each in report["rows"]
     ]
-    head = ["trace", "requests/s", "`--reserve=`, `--reserve_tokens=`", "unused", "waits for KV", "written"]
-    times = ["TTFT p50, s", "p99", "TPOT p99, ms", "latency p50, s", "preempted"]
+    head = ["trace", "requests/s", "`--reserve_tokens=`", "unused", "waits for KV", "written"]
+    times = ["TTFT p50, s", "p99", "TPOT p50, ms", "p99", "latency p50, s", "preempted", "tokens"]
     return f"{origin(report)}\n\n{rows_of([*head, *times], rows)}"
 
 

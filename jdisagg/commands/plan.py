@@ -36,6 +36,7 @@ from jdisagg.cluster.job import Job, job_of, with_fronts
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import Schedule
 from jdisagg.core.profile import read_profile
+from jdisagg.core.router_config import RESERVE_TOKENS
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES
@@ -239,7 +240,7 @@ def _define_search(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_list("schedules", list(Schedule), "how decode pipelines run, to try", flag_values=values)
     absl_flags.DEFINE_string("chunks", "512,1024,2048,4096", "prefill chunks to try, tokens", flag_values=values)
     absl_flags.DEFINE_list("transfers", ["chunk", "layer", "whole"], "when KV leaves, to try", flag_values=values)
-    flags.define(values, max_num_seqs=0, page_size=32, reserve_tokens=512, seed=0)
+    flags.define(values, max_num_seqs=0, page_size=32, reserve_tokens=RESERVE_TOKENS, seed=0)
     absl_flags.DEFINE_integer("most", 24, "configurations of an architecture to simulate", 1, flag_values=values)
     absl_flags.DEFINE_integer("seeds", 3, "of the shortlist's runs, from --seed on", 1, flag_values=values)
     absl_flags.DEFINE_bool("quick", False, "arithmetic only: bounds, and replicas for --rate", flag_values=values)

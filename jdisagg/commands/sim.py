@@ -35,7 +35,7 @@ from jdisagg import command, flags
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Profile, read_profile
-from jdisagg.core.router_config import Reserving, RouterConfig, Routing
+from jdisagg.core.router_config import RESERVE_TOKENS, RouterConfig, Routing
 from jdisagg.core.worker_config import TransferMode, chunk_tokens
 from jdisagg.policy.autoscaler import Scaling
 from jdisagg.sim.arithmetic import DTYPE_BYTES
@@ -110,9 +110,9 @@ def _define_cluster(values: flags.FlagValues) -> None:
     kinds = {"engine": list(ENGINES), "dtype": list(DTYPE_BYTES)}
     flags.define(values, kinds, model="opt-13b", engine="distserve", dtype="bfloat16")
     flags.define(values, mesh="prefill:tp1,decode:tp1", cost="roofline", hardware="h100", host_s=1e-3, kv_tokens=0)
-    flags.define(values, early_rejection="off", reserve="early")
+    flags.define(values, early_rejection="off")
     flags.define(values, routing="cache_aware", prefix_caching="on", mixed_steps="off", transfer="chunk")
-    flags.define(values, max_num_seqs=0, max_num_batched_tokens=0, page_size=0, reserve_tokens=512)
+    flags.define(values, max_num_seqs=0, max_num_batched_tokens=0, page_size=0, reserve_tokens=RESERVE_TOKENS)
     flags.define(values, dram_tokens=0, disk_tokens=0)
     absl_flags.DEFINE_integer(
         "pool_tokens",
@@ -278,9 +278,7 @@ def slo_of(values: flags.FlagValues) -> SLO:
 
 
 def router_of(values: flags.FlagValues) -> RouterConfig:
-    return replace(
-        PATIENT, routing=Routing(values.routing), routing_seed=values.seed, reserve=Reserving(values.reserve)
-    )
+    return replace(PATIENT, routing=Routing(values.routing), routing_seed=values.seed)
 
 
 def sweep(values: flags.FlagValues, slo: SLO, devices: int) -> tuple[Run, list[Point]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jdisagg.core.router_config import RESERVE_TOKENS
 from jdisagg.core.setting import everyday, setting
 
 TOOL_PARSERS = (
@@ -100,10 +101,8 @@ class SchedulingSettings:
                                " off: in turns, so that sums are the same in any company", ("on", "off"))  # fmt: skip
     short_prompt_tokens: int = setting(64, "scheduling", "end of a prompt that a decode worker computes itself where"
                                        " it holds the rest; 0: none")  # fmt: skip
-    reserve_tokens: int = everyday(512, "scheduling", "output tokens for which decode pages are reserved at first;"
-                                   " more are granted later")  # fmt: skip
-    reserve: str = setting("early", "scheduling", "when decode pages are taken: before prefill starts; as it ends,"
-                           " where they are foreseen to be free; after it", ("early", "calendar", "late"))  # fmt: skip
+    reserve_tokens: int = everyday(RESERVE_TOKENS, "scheduling", "output tokens for which decode pages are reserved"
+                                   " at first; more are granted later")  # fmt: skip
     steps_in_flight: int = setting(2, "scheduling", "decode steps dispatched before the first one's tokens are read")
     decode_turns: int = setting(0, "scheduling", "most tokens of each row that a step of a ring or of stages"
                                 " draws; fewer where somebody waits or pages are short; 0: 32 of one stage that"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from jdisagg.core.ledger import Mark
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, SamplingParams, WorkerId
-from jdisagg.core.router_config import Reserving
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import WorkerConfig
 
@@ -48,7 +47,6 @@ class Reserve:
     cache_salt: str = ""  # the request's salt, which its adapter is in
     page_names: bytes = b""  # of the prompt's full pages of the decode worker's size, one behind the other; none: empty
     holders: tuple[Holder, ...] = ()  # where the prompt is computed here, as in StartPrefill
-    reserve: Reserving = Reserving.EARLY  # else promise a place only: pages are taken when the source claims them
 
     @property
     def request_id(self) -> RequestId:
@@ -57,10 +55,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Decode worker to router: these pages are held. The KV of the first `cached_pages` is in them already.
-
-    No pages: the place is promised, and the source is to claim them.
-    """
+    """Decode worker to router: these pages are held. The KV of the first `cached_pages` is in them already."""
 
     attempt: Attempt
     pages: tuple[int, ...]
@@ -91,24 +86,6 @@ class StartPrefill:
     decode_page_size: int = 0  # tokens a decode page; 0: as this worker's
     tail_tokens: int = 0  # last tokens of the prompt that Commit is to bring
     holders: tuple[Holder, ...] = ()  # who may lend pages of this worker's size that it lacks
-    reserve: Reserving = Reserving.EARLY  # else there are no decode pages yet: claim them before anything is shipped
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Prefill to decode worker: this is about to be shipped, take the pages that were promised. It renews as Renew."""
-
-    attempt: Attempt
-    computed: bool = False  # nothing else is waited for: in time it is granted, or goes back to the line
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """Decode to prefill worker: these pages are held now, of which the first `cached_pages` have their KV already."""
-
-    attempt: Attempt
-    pages: tuple[int, ...]
-    cached_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +334,6 @@ Message = (
     | Reserved
     | Refused
     | StartPrefill
-    | Claim
-    | Granted
     | Commit
     | Ack
     | Resend

@@ -24,12 +24,10 @@ from jdisagg.core.messages import (
     CacheChanged,
     CacheHeld,
     CacheWanted,
-    Claim,
     Commit,
     Drawn,
     Ended,
     FetchPages,
-    Granted,
     Holder,
     Joined,
     Kept,
@@ -58,8 +56,8 @@ TO_ROUTER = (
     *(Left, Joined, Kept, Priced),
 )
 FROM_ROUTER = (Reserve, StartPrefill, Abort, AbortAck, CacheWanted, Leave, Adopt)
-FROM_PREFILL = (Claim, Commit, Renew)  # to the worker that decodes
-FROM_DECODE = (Ack, Granted, Resend)  # and back
+FROM_PREFILL = (Commit, Renew)  # to the worker that decodes
+FROM_DECODE = (Ack, Resend)  # and back
 EITHER_WAY = (Abort, AbortAck, FetchPages, NoPages)
 FROM_FRONT = (Ask, Withdraw)  # to the router, by a link that is no worker's
 LARGEST_TOKEN = (1 << 31) - 1
@@ -77,8 +75,6 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
     match message:
         case Reserved() if sender is not None:
             _check_reservation(message, sender)
-        case Granted() if sender is not None:
-            _check_pages(message, message.pages, message.cached_pages, sender)
         case View() if sender is not None and message.free_pages > sender.num_pages:
             raise _senseless(message, f"free_pages is {message.free_pages} of {sender.num_pages}")
         case Drawn(deltas):
@@ -161,8 +157,7 @@ def _numbers_of(word: Any) -> Iterable[tuple[str, float]]:
 
 
 def _check_reservation(message: Reserved, sender: WorkerConfig) -> None:
-    if message.pages or message.cached_pages:  # none: it is a promise
-        _check_pages(message, message.pages, message.cached_pages, sender)
+    _check_pages(message, message.pages, message.cached_pages, sender)
     if message.page_size not in (0, sender.page_size):
         raise _senseless(message, f"page_size {message.page_size} where {sender.page_size} was said at the joining")
 

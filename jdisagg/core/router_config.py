@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+RESERVE_TOKENS = 64  # output tokens reserved at first by default: servers, simulator and planner
+
 
 class Routing(StrEnum):
     """By what the router pairs workers; see `policy/routing.py`."""
@@ -15,14 +17,6 @@ class Routing(StrEnum):
     PAIR_AFFINITY = "pair_affinity"  # each prefill worker ships to its own decode workers, as long as they have room
     RANDOM = "random"  # by lot
     PREDICTED = "predicted"  # the fewest predicted seconds: queue, prefill, this pair's link, decode, and what is late
-
-
-class Reserving(StrEnum):
-    """When a decode worker's pages are taken for a prompt that another worker computes."""
-
-    EARLY = "early"  # before its prefill starts
-    CALENDAR = "calendar"  # as it is about to be shipped; it starts where they are predicted to be free by then
-    LATE = "late"  # once it is computed, if there are any then
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,6 @@ class RouterConfig:
     ship_token_weight: float = 0.1  # the KV of one token, shipped, in prompt tokens computed
     short_token_weight: float = 2.0  # a prompt token computed beside rows that decode, which wait for it
     early_rejection: bool = True  # of requests that cannot meet the objectives they state, by prediction
-    reserve: Reserving = Reserving.EARLY
     routing: Routing = Routing.LEAST_LOADED
     colocated_fallback: bool = True  # beside pools, workers of both roles take what is predicted to be better there
     max_loras: int = 0  # different adapters that run at once: what one step may hold; 0: no bound

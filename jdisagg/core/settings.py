@@ -53,7 +53,9 @@ NOT_NEGATIVE = (
 )
 _GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Settings that earlier versions had, each with the rest of the error line: "was removed; NAME THE REPLACEMENT".
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "reserve": "was removed; write --reserve_tokens=N: decode pages are reserved before prefill, for N output tokens",
+}
 LEAST_S = {
     "lease_s": 0.1,  # it is renewed three times in this
     "peer_silence_s": 0.5,  # it is broken five times in this

@@ -10,6 +10,7 @@ from enum import StrEnum
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.request import WorkerId
+from jdisagg.core.router_config import RESERVE_TOKENS
 from jdisagg.core.tiers import Tier
 
 
@@ -92,7 +93,9 @@ class WorkerConfig:
     chunks_in_flight: int = 2
     prefill_stages: int = 1  # of a prefill worker, each on its own devices: chunks go through them in their order
     reservations_ahead: int = 2  # sequences reserved for beyond num_slots: they take the next slots that come free
-    reserve_tokens: int = 512  # output tokens whose pages are held before prefill; more are granted one by one
+    reserve_tokens: int = (
+        RESERVE_TOKENS  # output tokens whose pages are held before prefill; more are granted one by one
+    )
     decode_steps_per_chunk: int = 1  # where both are computed: steps of each busy microbatch from chunk to chunk
     mixed_steps: bool = False  # chunks and decode rows in one program; else they take turns
     short_prompt_tokens: int = 0  # the uncached end of a prompt that a decode worker computes itself, at most; 0: none
@@ -115,7 +118,6 @@ class WorkerConfig:
     digests: Digests = Digests.FULL
     compress: Compress = Compress.NONE
     error_bound: float = 0.05  # relative, of a layer's pages: one that loses more by compression goes raw
-    claim_timeout_s: float = 20.0  # that who has computed a prompt waits for pages, before it goes back to the line
     part_tries: int = 3  # times that a part is asked for again
     part_timeout_s: float = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
     kv_token_bytes: int = 0  # of one token's KV, all layers; 0: not told
@@ -163,7 +165,7 @@ class WorkerConfig:
             raise ConfigError(f"{self.worker}: max_lora_rank is 0 beside {self.max_loras} max_loras")
         if not all(0 <= first < stop <= MOST for first, stop in self.layer_groups):
             raise ConfigError(f"{self.worker}: layer_groups is {self.layer_groups[:9]}, must be runs of layers")
-        for name in ("ack_timeout_s", "claim_timeout_s", "error_bound", "part_timeout_s", "router_grace_s"):
+        for name in ("ack_timeout_s", "error_bound", "part_timeout_s", "router_grace_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{self.worker}: {name} is {getattr(self, name)}, must be finite and not negative")
         self.labels.check(self.worker)

@@ -35,16 +35,14 @@ class AttemptProgress:
     def answered(self, sender: WorkerId, message: Reserved | Refused, now_s: float) -> None:
         attempt, held = message.attempt, isinstance(message, Reserved)
         if sender in self.peers:
-            promised = isinstance(message, Reserved) and not message.pages
-            self.peers[sender].answered(attempt, held=held, ahead=promised)
+            self.peers[sender].answered(attempt, held=held)
         row = self._row_of(sender, attempt)
         if row is None and held:  # it was asked for late
             self.aborts.send(sender, attempt, "nobody waits for this reservation any more", now_s)
         if row is None or row.waiting is not Waiting.ANSWER or sender != row.decode:
             return
         if isinstance(message, Reserved):
-            if message.pages:
-                self._found(row, sender, message.cached_pages)
+            self._found(row, sender, message.cached_pages)
             self._start(row, message, now_s)
         else:
             self.requests.enqueue(row, now_s)

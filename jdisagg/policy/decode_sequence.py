@@ -164,11 +164,6 @@ def admitted(sequence: DecodeSequence) -> bool:
     return sequence.handoff.state is State.ADMITTED
 
 
-def promised(sequence: DecodeSequence) -> bool:
-    """It has a place and no pages yet."""
-    return sequence.handoff.state is State.PROMISED
-
-
 def admission(slot: int, sequence: DecodeSequence, draft_tokens: int) -> Admission:
     assert sequence.first is not None, "an admitted sequence has its first token"
     drafted = draft_tokens > 0 and sequence.sampling.speculative

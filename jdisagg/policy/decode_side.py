@@ -13,7 +13,7 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Ack, Commit, Preempted
 from jdisagg.core.request import Attempt
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted, promised
+from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted
 from jdisagg.policy.draft_choice import DraftChoice
 from jdisagg.policy.draft_reading import UnreadTokens
 from jdisagg.policy.early_admission import EarlyAdmission
@@ -44,7 +44,7 @@ class DecodeSide:
 
     @property
     def free_slots(self) -> int:
-        held = sum(not promised(sequence) for sequence in self.sequences.values()) - len(self._drained)
+        held = len(self.sequences) - len(self._drained)
         return self.config.num_slots + self.config.reservations_ahead - held
 
     @property
@@ -57,7 +57,7 @@ class DecodeSide:
         """Whether a sequence is held for whose KV is still to come."""
         if len(self.sequences) == self.slots.num_taken and not self.ahead.used:
             return False  # whoever sits has its KV
-        return any(not (admitted(sequence) or promised(sequence)) for sequence in self.sequences.values())
+        return any(not admitted(sequence) for sequence in self.sequences.values())
 
     @property
     def reservable_pages(self) -> int:
@@ -66,8 +66,7 @@ class DecodeSide:
         return max(0, self.shared.available - growing)
 
     def _may_grow(self, sequence: DecodeSequence) -> bool:
-        growing = not (sequence.drained or promised(sequence))
-        return growing and len(sequence.pages) < self.config.pages_for(full_tokens(sequence.asked))
+        return not sequence.drained and len(sequence.pages) < self.config.pages_for(full_tokens(sequence.asked))
 
     # ------------------------------------------------------------ admission
 

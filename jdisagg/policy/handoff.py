@@ -26,7 +26,6 @@ class State(StrEnum):
     COMPUTING = "computing"  # source: the prompt waits for its turn or is being computed
     STREAMING = "streaming"  # source: computed further, while some parts are on their way already
     SHIPPED = "shipped"  # source: all parts and COMMIT are on their way
-    PROMISED = "promised"  # destination: a place is kept, and pages are taken when the source claims them
     RESERVED = "reserved"  # destination: the reservation is held
     FILLING = "filling"  # destination: some parts are in the reservation's pages, nobody may read them yet
     COMMITTED = "committed"  # destination: COMMIT came, some of the parts that it counts did not
@@ -39,7 +38,6 @@ class Signal(StrEnum):
     START = "start"
     SHIP = "ship"  # a part leaves
     ACK = "ack"
-    PROMISE = "promise"
     RESERVE = "reserve"
     ARRIVE = "arrive"  # a part is inserted
     COMMIT = "commit"  # source: it is said; destination: it is heard
@@ -65,8 +63,6 @@ TABLE: dict[tuple[End, State, Signal], State] = {
     (End.SOURCE, State.STREAMING, Signal.EXPIRE): State.ABORTED,
     (End.SOURCE, State.SHIPPED, Signal.EXPIRE): State.ABORTED,
     (End.DESTINATION, State.IDLE, Signal.RESERVE): State.RESERVED,
-    (End.DESTINATION, State.IDLE, Signal.PROMISE): State.PROMISED,
-    (End.DESTINATION, State.PROMISED, Signal.RESERVE): State.RESERVED,
     (End.DESTINATION, State.RESERVED, Signal.ARRIVE): State.FILLING,
     (End.DESTINATION, State.FILLING, Signal.ARRIVE): State.FILLING,
     (End.DESTINATION, State.COMMITTED, Signal.ARRIVE): State.COMMITTED,
@@ -75,12 +71,10 @@ TABLE: dict[tuple[End, State, Signal], State] = {
     (End.DESTINATION, State.COMMITTED, Signal.COMPLETE): State.ADMITTED,
     (End.DESTINATION, State.ADMITTED, Signal.RELEASE): State.RELEASED,
     (End.DESTINATION, State.RESERVED, Signal.RELEASE): State.RELEASED,
-    (End.DESTINATION, State.PROMISED, Signal.ABORT): State.ABORTED,
     (End.DESTINATION, State.RESERVED, Signal.ABORT): State.ABORTED,
     (End.DESTINATION, State.FILLING, Signal.ABORT): State.ABORTED,
     (End.DESTINATION, State.COMMITTED, Signal.ABORT): State.ABORTED,
     (End.DESTINATION, State.ADMITTED, Signal.ABORT): State.ABORTED,
-    (End.DESTINATION, State.PROMISED, Signal.EXPIRE): State.ABORTED,
     (End.DESTINATION, State.RESERVED, Signal.EXPIRE): State.ABORTED,
     (End.DESTINATION, State.FILLING, Signal.EXPIRE): State.ABORTED,
     (End.DESTINATION, State.COMMITTED, Signal.EXPIRE): State.ABORTED,
@@ -103,7 +97,6 @@ WAITS: dict[tuple[End, State], Wait] = {
     (End.SOURCE, State.STREAMING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.timeout_s"),
     (End.SOURCE, State.SHIPPED): Wait("ACK", "prefill worker", "WorkerConfig.ack_timeout_s"),
     # A lease begins anew with every part and every Renew: it outlasts any prompt whose source lives.
-    (End.DESTINATION, State.PROMISED): Wait("its source's claim", "decode worker", "Reserve.lease_s"),
     (End.DESTINATION, State.RESERVED): Wait("parts and COMMIT", "decode worker", "Reserve.lease_s"),
     (End.DESTINATION, State.FILLING): Wait("parts and COMMIT", "decode worker", "Reserve.lease_s"),
     (End.DESTINATION, State.COMMITTED): Wait("missing parts", "decode worker", "Reserve.lease_s"),
@@ -149,7 +142,6 @@ class Timer(StrEnum):
     SOURCE = "source"  # the deadline of a source's wait
     DESTINATION = "destination"  # the end of a reservation's lease
     RENEW = "renew"  # the source says that it is still at it
-    CLAIM = "claim"  # who claims pages waits for them no longer
     PARTS = "parts"  # a reservation asks for the parts that have not come
     FETCH = "fetch"  # pages that come from a lower tier are waited for no longer
 

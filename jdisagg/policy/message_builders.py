@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jdisagg.core.messages import Holder, Reserve, Reserved, StartPrefill
 from jdisagg.core.request import Attempt, Request, WorkerId
-from jdisagg.core.router_config import Reserving, RouterConfig
+from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.planning import tail_tokens
 from jdisagg.policy.prefix_cache import PageHash, packed
@@ -19,8 +19,6 @@ def reserve_for(
     lease_s: float,
     page_names: tuple[PageHash, ...] = (),
     holders: tuple[Holder, ...] = (),
-    *,
-    reserve: Reserving = Reserving.EARLY,
 ) -> Reserve:
     return Reserve(
         attempt=attempt,
@@ -34,7 +32,6 @@ def reserve_for(
         cache_salt=request.salt,
         page_names=packed(page_names),
         holders=holders,
-        reserve=reserve,
     )
 
 
@@ -43,15 +40,12 @@ def reserve(
     decode: WorkerConfig,
     config: RouterConfig,
     holders: tuple[Holder, ...] = (),
-    *,
-    ahead: bool = False,
 ) -> Reserve:
     """`decode` looks the prompt's beginning up by its own pages."""
     assert row.prefill is not None, "a reservation is for what some worker computes"
     names = row.page_names(decode.page_size) if decode.prefix_caching else ()
     request = row.to_prefill()
-    when = config.reserve if ahead else Reserving.EARLY
-    return reserve_for(row.attempt, request, row.num_before, row.prefill, config.lease_s, names, holders, reserve=when)
+    return reserve_for(row.attempt, request, row.num_before, row.prefill, config.lease_s, names, holders)
 
 
 def start_prefill(
@@ -75,5 +69,4 @@ def start_prefill(
         decode_page_size=reservation.page_size,
         tail_tokens=tail_tokens(request, decode),
         holders=holders,
-        reserve=Reserving.EARLY if reservation.pages else config.reserve,
     )

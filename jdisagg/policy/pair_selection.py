@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jdisagg.core.messages import Holder
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
-from jdisagg.core.router_config import Reserving, RouterConfig, Routing
+from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.choice import FAILED, RANKS, UNASKED, Choice, Forecast, Pair, Reach, RoutingRequest, WorkerSnapshot
 from jdisagg.policy.decisions import Decision, Verdict
@@ -20,9 +20,7 @@ from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.request_state import RequestState
 from jdisagg.policy.routing import choose_pair
 from jdisagg.policy.sample import Sample
-from jdisagg.policy.worker_state import MayPromise, Need, WorkerState
-
-Room = tuple[bool, MayPromise | None]  # whether to ask where there may be none, and where a promise of it will do
+from jdisagg.policy.worker_state import Need, WorkerState
 
 
 class PairSelection:
@@ -42,20 +40,18 @@ class PairSelection:
         self.sample = Sample(config.routing, peers, self.directory.index)
         self.joined()
 
-    def choose(
-        self, row: RequestState, now_s: float, *, ask_anyway: bool, promises: MayPromise | None = None
-    ) -> Pair | None:
-        """The pair for the row's next attempt, None where none has room. promises: where a promise of room will do."""
-        few, room = self.sample.of(row), (ask_anyway, promises)
-        choice = None if few is None else self._choice(few, row, now_s, room)
+    def choose(self, row: RequestState, now_s: float, *, ask_anyway: bool) -> Pair | None:
+        """Returns the pair for the row's next attempt, None where none has room; `ask_anyway` asks full workers too."""
+        few = self.sample.of(row)
+        choice = None if few is None else self._choice(few, row, now_s, ask_anyway)
         if choice is None or choice.taken is None:
-            choice = self._choice(self.peers.values(), row, now_s, room)
+            choice = self._choice(self.peers.values(), row, now_s, ask_anyway)
         self._decided(row, choice, now_s)
         return choice.taken
 
-    def _choice(self, peers: Iterable[WorkerState], row: RequestState, now_s: float, room: Room) -> Choice:
+    def _choice(self, peers: Iterable[WorkerState], row: RequestState, now_s: float, ask_anyway: bool) -> Choice:
         request = row.to_prefill()
-        snapshots = self._snapshots(peers, request, row, room)
+        snapshots = self._snapshots(peers, request, row, ask_anyway)
         if self._mixed and not self.config.colocated_fallback and self._pools_could(request):
             snapshots = [snapshot for snapshot in snapshots if snapshot.role is not Role.COLOCATED]
         config = self.config
@@ -84,9 +80,9 @@ class PairSelection:
             self.forecasts.shipped(row.prefill, row.decode, tokens, wire_s)
 
     def _snapshots(
-        self, peers: Iterable[WorkerState], request: Request, row: RequestState, room: Room
+        self, peers: Iterable[WorkerState], request: Request, row: RequestState, ask_anyway: bool
     ) -> list[WorkerSnapshot]:
-        need, avoid, (ask_anyway, promises) = Need(request), row.avoid, room
+        need, avoid = Need(request), row.avoid
         follows, priced = self.directory.follows, bool(self.kept.prices)
         names, found = dict[int, tuple[PageHash, ...]](), list[WorkerSnapshot]()
         for peer in peers:
@@ -96,7 +92,7 @@ class PairSelection:
                     names[config.page_size] = row.page_names(config.page_size)
                 held = self.directory.cached_tokens(config, names[config.page_size])
             avoided = config.worker in avoid
-            look = peer.snapshot(need, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=held, may_promise=promises)
+            look = peer.snapshot(need, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=held)
             reach = self._reach(config, request, row, held) if priced and config.role.prefills else None
             found.append(look if reach is None else look._replace(reach=reach))
         return found
@@ -150,7 +146,6 @@ class PairSelection:
         """What its ledger tells is only asked for where there is a choice."""
         self._objectives |= row.request.has_objectives
         asked = self._mixed or self._objectives or self.config.routing is Routing.PREDICTED
-        asked = asked or self.config.reserve is Reserving.CALENDAR
         if asked and row.phase is Phase.FINISHED and row.output and row.prefill and row.decode:
             prompt_tokens = len(row.request.prompt)
             tokens = prompt_tokens, self._run_tokens(row.prefill, prompt_tokens), len(row.output)

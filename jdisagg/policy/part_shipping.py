@@ -7,7 +7,6 @@ from dataclasses import replace
 from jdisagg.core.events import ShipKV
 from jdisagg.core.messages import Commit
 from jdisagg.core.request import Sampled
-from jdisagg.core.router_config import Reserving
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import RAW, Role, TransferMode, WorkerConfig
 from jdisagg.policy.compression import Wires
@@ -33,16 +32,12 @@ class PartShipping:
         """How this prompt's KV leaves; one that ends with its first token ships nothing before that is known."""
         if is_here(prompt, self.config) or prompt.request.sampling.max_tokens == 1:
             return TransferMode.WHOLE
-        if prompt.asked.reserve is Reserving.LATE:
-            return TransferMode.WHOLE  # there is nowhere to ship to before it is computed
         if self.streaming is None:
             return self.config.transfer
         return self.streaming.mode(len(prompt.request.prompt))
 
     def cut(self, prompt: PrefillSequence) -> list[KVTransfer]:
         """The parts that may leave now that `planned` tokens are dispatched; they are booked as on their way."""
-        if not prompt.granted:
-            return []
         total = len(prompt.request.prompt)
         cut = pieces(prompt.mode, self.config, prompt.sent_pages, prompt.planned, total, prompt.group.source)
         if not cut:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from jdisagg.core.messages import Reserve
 from jdisagg.core.request import SamplingParams
-from jdisagg.core.router_config import Reserving
 from jdisagg.core.steps import History
 from jdisagg.core.worker_config import WorkerConfig
 
@@ -58,14 +56,6 @@ def predicted_tokens(request: Sized, reserve_tokens: int) -> int:
 
 def predicted_pages(request: Sized, config: WorkerConfig) -> int:
     return config.pages_for(predicted_tokens(request, config.reserve_tokens))
-
-
-def pages_to_reserve(reserve: Reserve, config: WorkerConfig) -> int:
-    """What a reservation takes at first. Where the calendar sees to it that all find room to grow, no more than the
-    first tokens of the output need."""
-    ahead = reserve.reserve is Reserving.CALENDAR
-    tokens = min(config.page_size, config.reserve_tokens) if ahead else config.reserve_tokens
-    return config.pages_for(predicted_tokens(reserve, tokens))
 
 
 def readable_pages(request: Sized, config: WorkerConfig) -> int:

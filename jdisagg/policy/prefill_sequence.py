@@ -75,11 +75,6 @@ class PrefillSequence:
         return self.request.prompt[self.request.prompt_tokens - self.asked.tail_tokens :]
 
     @property
-    def granted(self) -> bool:
-        """Whether there are pages to ship to."""
-        return bool(self.asked.decode_pages)
-
-    @property
     def tokens_left(self) -> int:
         return len(self.request.prompt) - self.planned
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from jdisagg.core.events import ShipKV, StepDone
 from jdisagg.core.layout.reshard import group_pages
 from jdisagg.core.ledger import Mark
-from jdisagg.core.messages import Abort, Ack, Granted, Resend, StartPrefill, TokenDelta
+from jdisagg.core.messages import Abort, Ack, Renew, Resend, StartPrefill, TokenDelta
 from jdisagg.core.request import Attempt, Sampled, WorkerId
 from jdisagg.core.steps import KVTransfer, PrefillChunks
 from jdisagg.core.worker_config import TransferMode, WorkerConfig, bucket
@@ -18,7 +18,6 @@ from jdisagg.policy.decode_sequence import end_of
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.handoff import End, Handoff, Signal, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_claims import PageClaims
 from jdisagg.policy.part_shipping import PartShipping
 from jdisagg.policy.planning import order_of, readable_pages
 from jdisagg.policy.prefill_sequence import PrefillSequence, is_here
@@ -43,7 +42,6 @@ class PrefillSide:
         self.config, self.shared, self.out, self.tiers = config, shared, out, tiers
         self.decode_side = decode_side
         self.sequences: dict[Attempt, PrefillSequence] = {}
-        self.claims = PageClaims(out)
         self.steps: dict[int, tuple[PrefillSequence, ...]] = {}  # in flight: whose chunks, in the step's order
         self.shipping = PartShipping(config, shared, out)
         self.waiting = WaitingPrompts(config, shared, out, decode_side, self.shipping, tiers.fetches)
@@ -89,8 +87,6 @@ class PrefillSide:
         self.steps[step_id] = prompts
         self.shipping.step_dispatched(step_id, packed.num_tokens, now_s)
         self.tiers.step_dispatched(step_id, packed.num_tokens, now_s)
-        for prompt in prompts:
-            self.claims.dispatched(prompt)
         streamed = [prompt for prompt in prompts if prompt.mode is not TransferMode.WHOLE]
         return packed, tuple(part for prompt in streamed for part in self.shipping.cut(prompt))
 
@@ -129,19 +125,9 @@ class PrefillSide:
             prompt.handoff.take(Signal.COMMIT)
             self.decode_side.commit_here(owner, self.shipping.manifest(prompt, first), now_s)
             self.end(owner, Signal.ACK)
-        elif prompt.granted:
-            self._commit(prompt, first, now_s)
-            self._publish(prompt)
         else:
-            self._publish(prompt)
-            self.claims.wait(prompt, first)
-
-    def granted(self, message: Granted, sender: WorkerId, now_s: float) -> None:
-        prompt = self.sequences.get(message.attempt)
-        if prompt is None:
-            self.out.send(sender, Abort(message.attempt, "no such prompt"))
-        elif sender == prompt.decode_worker and (first := self.claims.take(prompt, message)) is not None:
             self._commit(prompt, first, now_s)
+            self._publish(prompt)
 
     def _commit(self, prompt: PrefillSequence, first: Sampled, now_s: float) -> None:
         """Ships what has not left, and says what was shipped in all."""
@@ -169,7 +155,7 @@ class PrefillSide:
         """Renews the reservation's lease while this end lives, so that a lease may be short though a prompt is long."""
         prompt = self.sequences.get(owner)
         if prompt is not None:
-            self.out.send(prompt.decode_worker, self.claims.beat(owner))
+            self.out.send(prompt.decode_worker, Renew(owner))
             self._beat_later(prompt, now_s)
 
     def _beat_later(self, prompt: PrefillSequence, now_s: float) -> None:
@@ -210,7 +196,6 @@ class PrefillSide:
             return False
         prompt.handoff.take(signal)
         del self.sequences[owner]
-        self.claims.computed.pop(owner, None)
         self.tiers.fetches.forget(owner)
         self.waiting.drop(prompt)
         self.shared.pool.give_back(prompt.own, owner)

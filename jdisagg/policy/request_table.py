@@ -15,7 +15,6 @@ from jdisagg.policy.early_rejection import EarlyRejection, Late
 from jdisagg.policy.failures import Failure, Recovery, recovery
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.pair_selection import PairSelection
-from jdisagg.policy.promises import Promises
 from jdisagg.policy.request_state import END_PHASE, RequestState, Waiting
 from jdisagg.policy.worker_state import WorkerState
 
@@ -30,7 +29,6 @@ class RequestTable:
         self.rows: dict[RequestId, RequestState] = {}
         self.queue: list[RequestState] = []  # rows that wait for a reservation, in order
         self.aborts = Aborts(out, config.handoff_timeout_s, config.abort_tries)
-        self.promises = Promises(config.reserve, peers, self.rows, routes.forecasts)
         self.early = EarlyRejection(peers, self.rows, routes.forecasts)
         self._finish_gap_s, self._last_finish_s = 1.0, 0.0
 
@@ -87,14 +85,12 @@ class RequestTable:
 
     def gave_back(self, row: RequestState, detail: str, now_s: float) -> None:
         """Its decode worker holds nothing of it any more, for lack of pages: it is no failure."""
-        self.promises.over(row, found_no_room=True)
         self._abort_attempt(row, detail, now_s, row.decode)
         self.enqueue(row, now_s)
 
     def enqueue(self, row: RequestState, now_s: float) -> None:
         """Back to the line, at the place of its arrival; one that never left it keeps its deadline."""
         self._release(row)
-        self.promises.over(row)
         row.leave_workers()
         if row.phase is not Phase.QUEUED:
             row.enter(Phase.QUEUED)
@@ -127,8 +123,6 @@ class RequestTable:
         self._release(row)
         row.enter(END_PHASE[reason])
         row.ledger.mark(Mark.ENDED, now_s)
-        self.promises.over(row)
-        self.promises.ended(row)
         self.routes.ended(row, now_s)
         del self.rows[row.request_id]
         self._finish_gap_s += 0.1 * (min(60.0, now_s - self._last_finish_s) - self._finish_gap_s)

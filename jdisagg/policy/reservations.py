@@ -1,5 +1,4 @@
-"""Reservations of a worker's decode side: who gets pages and a place in line, at once or when a fetch has ended,
-or pages later (`claims.py`)."""
+"""Reservations of a worker's decode side: who gets pages and a place in line, at once or when a fetch has ended."""
 
 from __future__ import annotations
 
@@ -7,13 +6,11 @@ from collections.abc import Sequence
 
 from jdisagg.core.messages import Refused, Reserve, Reserved
 from jdisagg.core.request import Attempt
-from jdisagg.core.router_config import Reserving
-from jdisagg.policy.claims import Claims
 from jdisagg.policy.decode_sequence import DecodeSequence
 from jdisagg.policy.decode_side import DecodeSide
 from jdisagg.policy.handoff import End, Handoff, Signal, State
 from jdisagg.policy.page_pool import PageState
-from jdisagg.policy.planning import order_of, pages_to_reserve
+from jdisagg.policy.planning import order_of, predicted_pages
 from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.tiers import Tiers
 
@@ -25,16 +22,13 @@ class Reservations:
         self.side, self.tiers = side, tiers
         self.config, self.shared, self.out = side.config, side.shared, side.out
         self.waiting: dict[Attempt, Reserve] = {}  # for pages of lower tiers
-        self.claims = Claims(side, self._take)
 
     def reserve(self, message: Reserve, now_s: float) -> None:
         """Answers at once, or when what lower tiers hold of the prompt has come."""
         owner = message.attempt
         if owner in self.waiting:
             return  # said twice
-        if message.reserve is not Reserving.EARLY:
-            self.claims.promise(message, now_s)
-        elif owner not in self.side.sequences and self._has_room(message) and self._fetch(message, now_s):
+        if owner not in self.side.sequences and self._has_room(message) and self._fetch(message, now_s):
             self.waiting[owner] = message
         else:
             self._answer(message, now_s)
@@ -49,7 +43,6 @@ class Reservations:
     def forget(self, owner: Attempt) -> None:
         """It is over before it began."""
         self.waiting.pop(owner, None)
-        self.claims.forget(owner)
         self.tiers.fetches.forget(owner)
 
     def _fetch(self, message: Reserve, now_s: float) -> bool:
@@ -61,15 +54,15 @@ class Reservations:
 
     @property
     def free_slots(self) -> int:
-        """For who asks now: none, where somebody who was promised one waits for it."""
-        return 0 if self.claims.waiting else max(0, self.side.free_slots)
+        """Slots that a new reservation may take."""
+        return max(0, self.side.free_slots)
 
     @property
     def free_pages(self) -> int:
-        return 0 if self.claims.waiting else self.side.reservable_pages
+        return self.side.reservable_pages
 
     def _has_room(self, message: Reserve) -> bool:
-        _, cost = self.shared.room_for(self._readable(message), pages_to_reserve(message, self.config))
+        _, cost = self.shared.room_for(self._readable(message), predicted_pages(message, self.config))
         return self.free_slots >= 1 and cost <= self.free_pages
 
     def _answer(self, message: Reserve, now_s: float) -> None:
@@ -90,20 +83,11 @@ class Reservations:
         self._fill(sequence)
         return sequence
 
-    def _take(self, sequence: DecodeSequence) -> bool:
-        """Pages for a place that was promised."""
-        names = self._readable(sequence.asked)
-        _, cost = self.shared.room_for(names, pages_to_reserve(sequence.asked, self.config))
-        if self.side.free_slots < 1 or cost > self.side.reservable_pages:
-            return False
-        self._fill(sequence)
-        return True
-
     def _fill(self, sequence: DecodeSequence) -> None:
         """What is kept of its prompt is locked, and the rest of its pages are taken."""
         held = self.shared.lock(self._readable(sequence.asked))
         found = len(held.pages)
-        total = pages_to_reserve(sequence.asked, self.config)
+        total = predicted_pages(sequence.asked, self.config)
         pages = self.shared.take(total - found, sequence.owner, PageState.IN_FLIGHT)
         assert pages is not None, "reservable pages are there to be taken"
         sequence.handoff.take(Signal.RESERVE)

@@ -166,8 +166,7 @@ class Router:
             row = self.queue[0]
             if not self._has_adapter_room(row):
                 break
-            promises = self.requests.promises.of(row, now_s)
-            pair = self.routes.choose(row, now_s, ask_anyway=self._ask_anyway, promises=promises)
+            pair = self.routes.choose(row, now_s, ask_anyway=self._ask_anyway)
             if pair is None:
                 break
             del self.queue[0]
@@ -187,15 +186,12 @@ class Router:
         row.epoch, row.num_before = next(self._epochs), len(row.output)
         row.prefill, row.decode = pair.prefill, pair.decode
         decode_tokens = request.sampling.max_tokens * self.config.decode_token_weight
-        ahead = pair.prefill != pair.decode and self.requests.promises.ahead(row)
-        if ahead:
-            self.requests.promises.promised(row, self.peers[pair.prefill], now_s)
         self.peers[pair.prefill].book(row.request_id, float(len(request.prompt)), 0.0)
         self.peers[pair.decode].book(row.request_id, 0.0, decode_tokens)
         decode = self.peers[pair.decode]
-        decode.ask(row.attempt, request, ahead=ahead)
+        decode.ask(row.attempt, request)
         holders = self.routes.holders(decode.config, row) if pair.prefill == pair.decode else ()
-        self.out.send(pair.decode, message_builders.reserve(row, decode.config, self.config, holders, ahead=ahead))
+        self.out.send(pair.decode, message_builders.reserve(row, decode.config, self.config, holders))
         row.ledger.mark(Mark.RESERVE_SENT, now_s)
         self.requests.wait(row, Waiting.ANSWER, now_s + self.config.handoff_timeout_s)
 

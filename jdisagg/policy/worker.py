@@ -31,10 +31,8 @@ from jdisagg.core.messages import (
     Ack,
     Adopt,
     CacheWanted,
-    Claim,
     Commit,
     FetchPages,
-    Granted,
     Leave,
     Message,
     NoPages,
@@ -103,7 +101,6 @@ class Worker:
 
     def _look_round(self, now_s: float, *, refused: bool) -> None:
         """Whoever waits for what may have come free gets it, and whoever is to know of it is told."""
-        self.reservations.claims.grant()
         if self.leaving.standing is Standing.SERVING:
             self.tiers.tend(now_s)
         self.leaving.look(self.out, idle=self.idle)
@@ -169,10 +166,6 @@ class Worker:
                 self.reservations.reserve(message, now_s)
             case StartPrefill():
                 self.prefill_side.start(message, now_s)
-            case Claim():
-                self.reservations.claims.claim(message, sender, now_s)
-            case Granted():
-                self.prefill_side.granted(message, sender, now_s)
             case Commit():
                 self.arrivals.commit(message, sender, now_s)
             case Ack():
@@ -206,8 +199,6 @@ class Worker:
                 self.prefill_side.beat(owner, now_s)
             case Timer.FETCH:
                 self.reservations.all_fetched(self.tiers.fetches.expire(owner, now_s), now_s)
-            case Timer.CLAIM:
-                self.reservations.claims.late(owner, now_s)
             case Timer.PARTS:
                 self.arrivals.parts_late(owner, now_s)
             case _:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jdisagg.core.messages import View
@@ -10,8 +9,6 @@ from jdisagg.core.request import Attempt, Request, RequestId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.choice import WorkerSnapshot
 from jdisagg.policy.planning import predicted_pages
-
-MayPromise = Callable[["WorkerState"], bool]
 
 
 class Need:
@@ -62,9 +59,9 @@ class WorkerState:
 
     # ------------------------------------------------------------ reservations
 
-    def ask(self, attempt: Attempt, request: Request, *, ahead: bool = False) -> None:
+    def ask(self, attempt: Attempt, request: Request) -> None:
         self.withdraw(attempt)
-        self.unanswered[attempt] = pages = 0 if ahead else predicted_pages(request, self.config)
+        self.unanswered[attempt] = pages = predicted_pages(request, self.config)
         self.asked_pages += pages
 
     def withdraw(self, attempt: Attempt) -> int:
@@ -73,11 +70,9 @@ class WorkerState:
         self.asked_pages -= pages
         return pages
 
-    def answered(self, attempt: Attempt, *, held: bool, ahead: bool = False) -> None:
-        """It is held, or promised (`ahead`), or not."""
+    def answered(self, attempt: Attempt, *, held: bool) -> None:
+        """Books the answer to a reservation: held or refused."""
         pages = self.withdraw(attempt)
-        if ahead:
-            return
         if held:
             free_slots, free_pages = self.view.free_slots - 1, self.view.free_pages - pages
             self.view = replace(self.view, free_pages=free_pages, free_slots=free_slots)
@@ -131,16 +126,12 @@ class WorkerState:
         avoided: bool,
         ask_anyway: bool,
         cached_tokens: int = 0,
-        may_promise: MayPromise | None = None,
     ) -> WorkerSnapshot:
-        """may_promise: whether a place will do, where the request takes its pages later."""
         config = self.config
         room = now = need.tokens <= self.longest and not self.leaving
         role = config.role
         if room and role is not Role.PREFILL:
             room = now = self.has_reservation_room(need) or (ask_anyway and not self.unanswered)
-            if may_promise is not None and role is Role.DECODE:
-                room = may_promise(self)
         short = 0 if need.scored else config.short_prompt_tokens  # a scored prompt is computed whole
         return WorkerSnapshot(
             config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens, short, now

@@ -12,7 +12,7 @@ from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.request import Attempt, RequestId, WorkerId
-from jdisagg.core.router_config import Routing
+from jdisagg.core.router_config import RESERVE_TOKENS, Routing
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from jdisagg.sim.cost_models import CostModel, RingRoofline, Roofline, distserve_fit, distserve_kv_tokens
@@ -45,7 +45,7 @@ class Sizes:
     chunks_in_flight: int = 2  # of a stage
     steps_in_flight: int = 2
     decode_turns: int = 8  # of a ring
-    reserve_tokens: int = 512
+    reserve_tokens: int = RESERVE_TOKENS
     decode_steps_per_chunk: int = 1
     transfer: TransferMode = TransferMode.CHUNK
     reservations_ahead: int = 2

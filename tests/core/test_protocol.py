@@ -17,10 +17,8 @@ from jdisagg.core.messages import (
     CacheChanged,
     CacheHeld,
     CacheWanted,
-    Claim,
     Commit,
     FetchPages,
-    Granted,
     Holder,
     Leave,
     Message,
@@ -53,8 +51,6 @@ RESERVE = Reserve(A1, 6, SamplingParams(), 0, P.worker, 1.0)
     ("word", "ways"),
     [
         (COMMIT, {(P, D), (P, BOTH), (BOTH, D), (BOTH, BOTH)}),
-        (Claim(A1), {(P, D), (P, BOTH), (BOTH, D), (BOTH, BOTH)}),
-        (Granted(A1, (1,)), {(D, P), (BOTH, P), (D, BOTH), (BOTH, BOTH)}),
         (Renew(A1), {(P, D), (P, BOTH), (BOTH, D), (BOTH, BOTH)}),
         (Ack(A1), {(D, P), (BOTH, P), (D, BOTH), (BOTH, BOTH)}),
         (Resend(A1, 0), {(D, P), (BOTH, P), (D, BOTH), (BOTH, BOTH)}),
@@ -95,7 +91,7 @@ def test_a_decode_worker_is_told_to_compute_only_where_it_has_programs_for_it():
 
 
 def test_every_message_is_for_somebody():
-    between = {Claim, Granted, Commit, Renew, Ack, Resend, StartPrefill, Reserve, CacheWanted, Leave, Adopt}
+    between = {Commit, Renew, Ack, Resend, StartPrefill, Reserve, CacheWanted, Leave, Adopt}
     between |= {FetchPages, NoPages}
     assert set(Message.__args__) == between | set(TO_ROUTER) | set(FROM_FRONT)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, OpenGates, Received, RunStep, Send, SetTimer
-from jdisagg.core.messages import Abort, AbortAck, Ack, Claim, Commit, Granted, Refused, Renew, Resend, Reserved
+from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Refused, Renew, Resend, Reserved
 from jdisagg.core.request import Attempt
 from jdisagg.policy.handoff import TABLE
 from jdisagg.policy.request_state import Waiting
@@ -93,7 +93,7 @@ def deadlines() -> Iterator[Mutation]:
     yield from (untimed(f"a row that waits for {waiting}", "row/", row_waits(waiting)) for waiting in IN_SCENES)
 
 
-SAID = Ack, AbortAck, Reserved, Refused, Claim, Granted, Commit, Abort, Resend, Renew
+SAID = Ack, AbortAck, Reserved, Refused, Commit, Abort, Resend, Renew
 
 
 def words() -> Iterator[Mutation]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
-from jdisagg.core.router_config import Reserving, RouterConfig
+from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 
 STOP_TOKEN = 999
@@ -82,7 +82,6 @@ def worker(name: str, role: Role, **sizes: Any) -> WorkerConfig:
         "reservations_ahead": 1,
         "reserve_tokens": 1,
         "ack_timeout_s": 4.0,
-        "claim_timeout_s": 1.0,
         "part_timeout_s": 1.0,
         "part_tries": 1,
         "transfer": TransferMode.LAYER,
@@ -118,11 +117,6 @@ def disaggregated(num_requests: int = 1, requests: list[Request] | None = None, 
     """One prefill and one decode worker."""
     workers = [worker("prefill", Role.PREFILL, **sizes), worker("decode", Role.DECODE, **sizes)]
     return scene(workers, requests or [request(number + 1) for number in range(num_requests)])
-
-
-def promised(scene: Scene, reserve: Reserving = Reserving.LATE) -> Scene:
-    """The scene with pages taken when they are claimed."""
-    return replace(scene, router=replace(scene.router, reserve=reserve))
 
 
 def colocated(

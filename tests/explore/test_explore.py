@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.router_config import Reserving
 from jdisagg.core.worker_config import Role, TransferMode
 from tests.explore.invariants import check_end
-from tests.explore.scenes import Scene, colocated, disaggregated, promised, request
+from tests.explore.scenes import Scene, colocated, disaggregated, request
 from tests.explore.search import Found, explore
 from tests.explore.steps import follow
 from tests.explore.story import tell
@@ -229,24 +228,3 @@ def test_turns_and_drafts_in_turns_go_through_a_fault(fault, also):
     sizes = {"decode_turns": 2, "draft_tokens": 1, "draft_auto": True, "num_pages": 4}
     scene = colocated(2, 1, requests=[request(1, max_tokens=4), request(2)], **sizes)
     assert endings(whole(scene.but(**{fault: 1}))) == {"length"} | also
-
-
-PROMISED = promised(ONE_WHOLE)
-
-
-@pytest.mark.parametrize(
-    ("fault", "also"),
-    [("loss", set()), ("cancel", {"abort"}), pytest.param("dup", set(), marks=pytest.mark.slow), ("restart", set())],
-)
-def test_pages_that_are_taken_when_they_are_claimed_go_through_a_fault(fault, also):
-    assert endings(whole(PROMISED.but(**{fault: 1}))) == {"length"} | also
-
-
-def test_a_promise_by_the_calendar_is_kept_and_its_parts_leave_while_the_rest_is_computed():
-    assert endings(whole(promised(ONE, Reserving.CALENDAR))) == {"length"}
-
-
-def test_a_claim_that_finds_no_room_waits_and_needs_no_deadline():
-    """Two of two pages fit no third: the second waits with its prompt computed, until the first has ended."""
-    found = whole(promised(disaggregated(2, transfer=TransferMode.WHOLE)))
-    assert found.states > 20_000 and endings(found) == {"length"}

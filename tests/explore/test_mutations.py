@@ -12,7 +12,7 @@ import pytest
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.policy.handoff import TABLE
 from tests.explore.mutations import Mutation, every
-from tests.explore.scenes import Scene, colocated, disaggregated, promised, request
+from tests.explore.scenes import Scene, colocated, disaggregated, request
 from tests.explore.search import explore
 from tests.explore.story import tell
 from tests.explore.world import World
@@ -36,9 +36,6 @@ SCENES: dict[str, Scene] = {
     "fail": ONE.but(fail=1),
     "flip": ONE.but(flip=1),
     "cancel": ONE.but(cancel=1),
-    "promised": promised(WHOLE),
-    "promised, loss": promised(WHOLE).but(loss=1),
-    "promised, cancel": promised(WHOLE).but(cancel=1),
 }
 # Where a mutation is found out; "calm" (nothing goes wrong) where it is not listed.
 FOUND_IN = {
@@ -55,12 +52,6 @@ FOUND_IN = {
     "no row destination filling abort": "stops at once",
     "no row destination committed abort": "lose",
     "no row destination admitted abort": "fail",
-    "no row destination idle promise": "promised",
-    "no row destination promised reserve": "promised",
-    "no row destination promised abort": "promised, cancel",
-    "no row destination promised expire": "promised, loss",
-    "no Claim": "promised",
-    "no Granted": "promised",
     "no deadline for a full house": "fail",
     "no deadline for a row that waits for a free reservation": "loss",
     "no deadline for a row that waits for its first token": "loss",

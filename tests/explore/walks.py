@@ -10,11 +10,10 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jdisagg.core.router_config import Reserving
 from jdisagg.core.worker_config import Role, TransferMode
 from tests.explore.device import Violation, need
 from tests.explore.invariants import check_end, check_state
-from tests.explore.scenes import Budget, Scene, promised, request, scene, worker
+from tests.explore.scenes import Budget, Scene, request, scene, worker
 from tests.explore.search import Found
 from tests.explore.steps import follow
 from tests.explore.story import tell
@@ -59,8 +58,7 @@ def large(seed: int) -> Scene:
     workers = [worker(name, role, **sizes) for name, role in names]
     requests = [_request(number, draw) for number in range(1, draw.randint(4, 6))]
     budget = {kind: draw.choice((0, 1, 3)) for kind in Budget._fields if kind != "change"}
-    found = scene(workers, requests, **{**budget, **_of_whole_processes(draw)})
-    return promised(found, draw.choice(list(Reserving)))
+    return scene(workers, requests, **{**budget, **_of_whole_processes(draw)})
 
 
 def _of_whole_processes(draw: random.Random) -> dict[str, int]:

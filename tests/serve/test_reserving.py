@@ -1,4 +1,4 @@
-"""When decode pages are taken, over real meshes: whatever --reserve says, everybody gets the same tokens."""
+"""A short reserve over real meshes: it preempts, and the tokens are those of a long one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.events import Effect, Event, Send
-from jdisagg.core.messages import Reserve
+from jdisagg.core.events import Effect, Event, Received
+from jdisagg.core.messages import Preempted
 from jdisagg.core.request import FinishReason, Request, RequestId
-from jdisagg.core.router_config import Reserving, RouterConfig
+from jdisagg.core.router_config import RouterConfig
 from jdisagg.engine.executor import Executor
 from jdisagg.policy.router import Router
 from tests.engine import stacks
@@ -21,26 +21,24 @@ PAGES = 20  # of the decode worker: four of the longest of these sequences fill 
 TOKENS = 24
 
 
-class Noting(Router):
-    """Keeps in mind when it told workers to take pages."""
+class CountingRouter(Router):
+    """Counts the preemptions that workers tell it of."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.told = set[Reserving]()
+        self.preempted = 0
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        effects = super().handle(event, now_s)
-        sent = (each.message for each in effects if isinstance(each, Send))
-        self.told |= {message.reserve for message in sent if isinstance(message, Reserve)}
-        return effects
+        self.preempted += isinstance(event, Received) and isinstance(event.message, Preempted)
+        return super().handle(event, now_s)
 
 
-def stack_that_reserves(reserve: Reserving) -> tuple[Stack, Noting]:
-    """A prefill mesh of two shards, a decode mesh of two stages with little room."""
+def stack_that_reserves(reserve_tokens: int) -> tuple[Stack, CountingRouter]:
+    """Returns a prefill mesh of two shards and a decode mesh of two stages with few pages."""
     machines: list[Executor] = list(stacks.warm_pair(2, 2))
     prefill, decode = (machine.config for machine in machines)
-    configs = [prefill, replace(decode, num_pages=PAGES)]
-    router = Noting(RouterConfig(reserve=reserve), configs)
+    configs = [prefill, replace(decode, num_pages=PAGES, reserve_tokens=reserve_tokens)]
+    router = CountingRouter(RouterConfig(), configs)
     return Stack(machines, router, configs), router
 
 
@@ -53,16 +51,15 @@ def asked(count: int) -> list[Request]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reserve", [Reserving.CALENDAR, Reserving.LATE])
-def test_the_tokens_are_those_of_pages_taken_beforehand_and_every_page_comes_back(reserve: Reserving) -> None:
+def test_a_short_reserve_preempts_draws_the_same_tokens_and_gives_every_page_back() -> None:
     requests = asked(12)
-    early, _ = stack_that_reserves(Reserving.EARLY)
-    with started(early) as stack:
+    long, long_router = stack_that_reserves(TOKENS)
+    with started(long) as stack:
         right = answers(stack, requests)
         eventually(stack.idle)
     assert {(reason, len(tokens)) for reason, tokens in right} == {(FinishReason.LENGTH, TOKENS)}
-    late, router = stack_that_reserves(reserve)
-    with started(late) as stack:
+    short, router = stack_that_reserves(1)
+    with started(short) as stack:
         assert answers(stack, requests) == right
         eventually(stack.idle)
-    assert router.told == {reserve}
+    assert long_router.preempted == 0 < router.preempted

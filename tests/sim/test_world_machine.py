@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
-from jdisagg.core.router_config import Reserving, RouterConfig
+from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
 from tests.sim.cases import NATURAL, check_ended, definition, reasons, worker
 from tests.sim.fault_injector import Faults
@@ -34,7 +34,6 @@ def clusters(draw: st.DrawFn) -> list[WorkerConfig]:
         "steps_in_flight": draw(st.integers(1, 3)),
         "chunks_in_flight": draw(st.integers(1, 2)),
         "reservations_ahead": draw(st.integers(0, 2)),
-        "claim_timeout_s": draw(st.sampled_from([0.01, 20.0])),
         "reserve_tokens": draw(st.sampled_from([1, 3, 100])),
         "decode_steps_per_chunk": draw(st.integers(0, 2)),
         "prefix_caching": draw(st.booleans()),
@@ -65,9 +64,8 @@ class WorldMachine(RuleBasedStateMachine):
         faulty=st.booleans(),
         seed=st.integers(0, 999),
         jitter_s=st.sampled_from([0.0, 1e-3, 2e-2]),
-        reserve=st.sampled_from(Reserving),
     )
-    def begin(self, workers: list[WorkerConfig], faulty: bool, seed: int, jitter_s: float, reserve: Reserving) -> None:
+    def begin(self, workers: list[WorkerConfig], faulty: bool, seed: int, jitter_s: float) -> None:
         faults = Faults(seed=seed, jitter_s=jitter_s)
         if faulty:
             chances = {
@@ -79,7 +77,7 @@ class WorldMachine(RuleBasedStateMachine):
             }
             faults = Faults(seed=seed, jitter_s=jitter_s, fail_plan=0.05, **chances)
         self.faulty, self.workers = faulty, workers
-        limits = RouterConfig(queue_timeout_s=600.0 if faulty else 0.0, max_retries=4 if faulty else 0, reserve=reserve)
+        limits = RouterConfig(queue_timeout_s=600.0 if faulty else 0.0, max_retries=4 if faulty else 0)
         self.world = World(workers, limits, faults=faults)
         self.requests: list[Request] = []
         self.cancelled: set[RequestId] = set()

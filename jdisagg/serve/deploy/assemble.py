@@ -17,7 +17,7 @@ from jdisagg.core.journal import Header
 from jdisagg.core.layout.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import AS_ACTIVATIONS, SCALED, ModelConfig, WeightFormat
 from jdisagg.core.request import WorkerId
-from jdisagg.core.router_config import Reserving, RouterConfig, Routing
+from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
@@ -338,7 +338,6 @@ def router_config(settings: Settings) -> RouterConfig:
         lease_s=settings.lease_s,
         max_retries=settings.max_retries,
         early_rejection=settings.early_rejection == "auto",
-        reserve=Reserving(settings.reserve),
         routing=Routing(settings.routing),
         colocated_fallback=settings.colocated_fallback == "auto",
         routing_seed=settings.seed,

@@ -94,7 +94,6 @@ def worker_config(
         short_prompt_tokens=short,
         embeds=settings.embeddings != "off",
         ack_timeout_s=settings.handoff_timeout_s,
-        claim_timeout_s=settings.handoff_timeout_s * 2 / 3,  # the router waits for that long, and is to hear of it
         labels=Labels.parse(settings.labels),
         **adapter_sizes(settings),
         router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
