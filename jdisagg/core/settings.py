@@ -54,6 +54,11 @@ NOT_NEGATIVE = (
 _GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Settings that earlier versions had, each with the rest of the error line: "was removed; NAME THE REPLACEMENT".
 REMOVED: dict[str, str] = {}
+# Values that earlier versions took, in the same form.
+REMOVED_VALUES: dict[tuple[str, str], str] = {
+    ("routing", "pair_affinity"): "was removed; use --routing=cache_aware, which weighs the link of each pair",
+    ("routing", "predicted"): "was removed; use --routing=cache_aware, which predicts all that it predicted",
+}
 LEAST_S = {
     "lease_s": 0.1,  # it is renewed three times in this
     "peer_silence_s": 0.5,  # it is broken five times in this
@@ -86,6 +91,8 @@ class Settings(
         """Raises ConfigError naming the first setting that cannot be, with its value."""
         for each in fields(self):
             value, choices = getattr(self, each.name), each.metadata["choices"]
+            if (each.name, value) in REMOVED_VALUES:
+                raise FlagError(f"--{each.name}={value} {REMOVED_VALUES[each.name, value]}")
             if choices and value not in choices:
                 raise FlagError(f"--{each.name} is {value!r}, must be one of {', '.join(choices)}")
         for name in AT_LEAST_ONE:

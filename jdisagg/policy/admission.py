@@ -15,8 +15,14 @@ ByRole = Mapping[Role, Sequence[WorkerState]]  # every worker, in the router's o
 
 def missing_phase(peers: ByRole) -> str:
     """ "prefill" or "decode" where no worker that stays does it, both where there is none at all; empty else."""
-    roles = [role for role, some in peers.items() if any(not peer.leaving for peer in some)]
+    roles = [role for role, some in peers.items() if _has_staying(some)]
+    if len(roles) == len(peers):
+        return ""
     return " and ".join(phase for phase in ("prefill", "decode") if phase not in phases_of(roles))
+
+
+def _has_staying(peers: Sequence[WorkerState]) -> bool:
+    return any(not peer.leaving for peer in peers)
 
 
 def why_rejected(peers: ByRole, waiting: int, config: RouterConfig) -> str:

@@ -1,4 +1,4 @@
-"""What a routing weighs and what it decides: nouns, and the words for them."""
+"""The types of a routing decision: what a routing is given (snapshots, estimates) and what it returns (a choice)."""
 
 from __future__ import annotations
 
@@ -11,116 +11,119 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
 
-SHOWN = 8  # candidates of a phase that a choice shows
-FREELY, APART, FAILED = 0, 1, 2
-RANKS = ("", "another's partner", "failed this request before")
+SHOWN = 8  # candidates of each kind that a choice lists
+PREFERRED, FAILED = 0, 1
+RANKS = ("", "failed this request before")
 Parts = tuple[tuple[str, float], ...]
 
 
 def total(parts: Parts) -> float:
+    """Returns the sum of the named parts of a cost."""
+    if len(parts) == 2:
+        return parts[0][1] + parts[1][1]
     return parts[0][1] if len(parts) == 1 else sum([part for _, part in parts])
 
 
-class Reach(NamedTuple):
-    """KV that a worker could fetch for a prompt, from the source that saves most."""
+class FetchEstimate(NamedTuple):
+    """KV that a worker could fetch for a prompt, from the source that saves most time."""
 
-    source: str  # a tier of its own, or another worker
-    tokens: int  # leading ones that are at hand then
-    share: float  # of the time that computing those takes which are fetched
+    source: str  # a tier of the worker's own, or another worker
+    tokens: int  # leading prompt tokens whose KV the worker has after the fetch
+    share: float  # fetch time / time to compute the fetched tokens
 
 
 class WorkerSnapshot(NamedTuple):
-    """One live worker as the router sees it for one request. There are many of what a decision is made of: a tuple is
-    made in a third of the time."""
+    """One live worker as the router sees it for one request.
+
+    A decision builds many of them; a named tuple is built in a third of a dataclass's time.
+    """
 
     worker: WorkerId
     role: Role
-    work: float  # outstanding: what was sent there and has not ended
-    served: int  # requests sent there so far, to share the idle hours
-    has_room: bool  # as far as is known: for a reservation (decode), or for its prompt at all (prefill)
-    avoided: bool = False  # it failed this request before
-    cached_tokens: int = 0  # leading prompt tokens whose KV it is thought to hold
-    short_prompt_tokens: int = 0  # of a decode worker: the end of a prompt that it computes itself, at most
-    room_now: bool = True  # not only when KV will come: what it computes itself needs pages at once
-    reach: Reach | None = None  # where fetching is known to be quicker than computing
+    work: float  # outstanding work: sent to the worker and not finished
+    served: int  # requests sent to the worker so far; breaks ties
+    has_room: bool  # for a reservation (decode), or for the prompt at all (prefill), as far as the router knows
+    avoided: bool = False  # the worker failed this request before
+    cached_tokens: int = 0  # leading prompt tokens whose KV the worker is expected to hold
+    short_prompt_tokens: int = 0  # longest end of a prompt that a decode worker computes itself
+    room_now: bool = True  # the pages are free now, not only by the time KV arrives
+    reach: FetchEstimate | None = None  # set if fetching is known to be faster than computing
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
-    """What one request is predicted to meet, in seconds, where the routing asks for that; by default from work alone.
+class CostForecast:
+    """The predicted costs of one request, in seconds for the router's `cache_aware`; by default in units of work.
 
-    `transfer` is of so many tokens from the one worker to the other, `least_transfer` no more than that of any pair.
+    `transfer` is the cost of so many tokens from one worker to another, `least_transfer` its lower bound.
     """
 
     queue: Callable[[WorkerSnapshot], float] = lambda look: look.work
     prefill: Callable[[WorkerSnapshot, int], float] = lambda look, tokens: float(tokens)
     transfer: Callable[[WorkerId, WorkerId, int], float] = lambda source, destination, tokens: 0.0
     least_transfer: Callable[[WorkerId, int], float] = lambda destination, tokens: 0.0
-    decode: Callable[[WorkerSnapshot], float] = lambda look: look.work  # all tokens but the first
-    ttft_s: float = math.inf  # what was asked for
-    later_s: float = math.inf  # so, from the first token to the last
+    decode: Callable[[WorkerSnapshot], float] = lambda look: look.work  # all tokens after the first
+    has_one_speed: bool = False  # all links are equally fast: `transfer` is `least_transfer`
+    ttft_s: float = math.inf  # the request's objective
+    later_s: float = math.inf  # the request's objective from the first token to the last
 
 
-UNASKED = Forecast()
+WORK_FORECAST = CostForecast()
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """What is to be routed, and how dear its prompt is: by default in prompt tokens, and no KV fetched."""
+    """The request to be routed, with its predicted costs."""
 
     request_id: str = ""
     prompt_tokens: int = 0
-    number: int = 0  # of pairs taken before it: whose turn it is
-    seed: int = 0  # of lots
-    prefill: Callable[[int, int], float] = lambda tokens, cached: float(tokens - cached)
-    fetch: Callable[[int], float] = lambda tokens: math.inf  # the KV of so many tokens, from another prefill worker
-    ship: Callable[[int], float] = lambda tokens: 0.0  # the KV of so many tokens, to a decode worker
-    among_rows: Callable[[int], float] = lambda tokens: math.inf  # so many prompt tokens, computed by a decode worker
-    forecast: Forecast = UNASKED
+    number: int = 0  # pairs chosen before; the turn of `round_robin`
+    seed: int = 0  # of `random`
+    forecast: CostForecast = WORK_FORECAST
 
 
 class Candidate(NamedTuple):
-    """One worker for one phase. Rank first, then cost, then requests served."""
+    """One worker for one phase. Candidates sort by rank, then cost, then requests served, then name."""
 
-    worker: WorkerId
-    rank: int  # a place in RANKS
-    parts: tuple[tuple[str, float], ...]  # what the cost is made of
+    rank: int  # an index into RANKS
+    cost: float
     served: int
+    worker: WorkerId
+    parts: Parts  # the terms of the cost
+    look: WorkerSnapshot
 
     @property
     def rank_name(self) -> str:
-        """Why it comes after others whatever it costs; empty where it does not."""
+        """Returns why the worker comes after others whatever it costs; empty if it does not."""
         return RANKS[self.rank]
 
     @property
-    def cost(self) -> float:
-        return total(self.parts)
-
-    @property
     def score(self) -> tuple[int, float, int, str]:
+        """Returns the key by which candidates sort."""
         return (self.rank, self.cost, self.served, self.worker)
 
 
 class Pair(NamedTuple):
+    """The prefill and the decode worker of one attempt; equal if one worker does both."""
+
     prefill: WorkerId
     decode: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The pair taken, None where no pair has room, and the best candidates of each kind, best first."""
+    """The chosen pair (None if no pair has room) and the best candidates of each kind, best first."""
 
     routing: Routing
     taken: Pair | None
     prefills: tuple[Candidate, ...] = ()
     decodes: tuple[Candidate, ...] = ()
     colocated: tuple[Candidate, ...] = ()
-    alone: tuple[Candidate, ...] = ()  # decode workers that could compute what they lack of the prompt themselves
-    why: str = ""  # the pair, or one worker for both phases, where there was the choice
+    alone: tuple[Candidate, ...] = ()  # decode workers that could compute the uncached end of the prompt themselves
+    why: str = ""  # reason for a pair or for one worker, if both were possible
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """Describes the choice, with the costs of the two best candidates of each kind."""
         if self.taken is None:
             return f"{self.routing}: no worker has room for its {self._missing()}"
         if self.taken.prefill == self.taken.decode:
@@ -130,7 +133,7 @@ class Choice:
 
     @property
     def by_itself(self) -> bool:
-        """Whether a decode worker computes the end of the prompt."""
+        """Returns True if a decode worker computes the end of the prompt."""
         return bool(self.alone) and self.taken == Pair(self.alone[0].worker, self.alone[0].worker)
 
     def _why(self) -> list[str]:
@@ -155,17 +158,18 @@ def _sum(candidate: Candidate) -> str:
 
 
 def end_of(snapshot: WorkerSnapshot, routed: RoutingRequest) -> int:
-    """Prompt tokens to be computed there: the last one always is, for what is drawn after it."""
-    return max(1, routed.prompt_tokens - snapshot.cached_tokens)
+    """Returns the prompt tokens that the worker computes: at least the last one, whose output is sampled."""
+    tokens = routed.prompt_tokens - snapshot.cached_tokens
+    return tokens if tokens > 1 else 1
 
 
-def at_hand(snapshot: WorkerSnapshot, compute: Callable[[int], float]) -> Parts:
-    """What the prompt costs there: `compute` is given the leading tokens that need not be computed. What fetching costs
-    is said by its source, in whatever `compute` counts."""
-    here, reach = compute(snapshot.cached_tokens), snapshot.reach
+def at_hand(look: WorkerSnapshot, routed: RoutingRequest) -> Parts:
+    """Returns the cost of the prompt's uncached end on a worker, computed or partly fetched, whichever is less."""
+    prefill, tokens = routed.forecast.prefill, routed.prompt_tokens
+    computed, reach = prefill(look, end_of(look, routed)), look.reach
     if reach is not None:
-        rest = compute(reach.tokens)
-        fetched = reach.share * (here - rest)
-        if rest + fetched < here:
+        rest = prefill(look, max(1, tokens - reach.tokens))
+        fetched = reach.share * (computed - rest)
+        if rest + fetched < computed:
             return (("prefill", rest), (f"fetch from {reach.source}", fetched))
-    return (("prefill", here),)
+    return (("prefill", computed),)

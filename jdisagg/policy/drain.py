@@ -1,5 +1,8 @@
-"""How fast a worker's line of prompts gets shorter, which is not how long one of them takes: prompts share steps, and
-steps follow each other before the one before has told its tokens."""
+"""Seconds per prompt token of each worker's prefill queue.
+
+A queue takes less than its prompts would one by one: prompts share steps, and a step starts before the one before it
+has reported its tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jdisagg.core.request import WorkerId
-from jdisagg.policy.pace import FORGET_S
+from jdisagg.policy.pace import FORGET_S, RecentMeans
 
-# Of what was known, with each prompt that is done: those of one step come together, the first with all its time.
+# Weight of earlier prompts, with each prompt that is done: the prompts of one step end together, and the first of them
+# has all of its time.
 KEPT = 0.95
 
 
-class Done(NamedTuple):
-    """Sums that fade, and when they last grew."""
+class BusySums(NamedTuple):
+    """Decayed sums of busy seconds and prompt tokens, and the time of the latest prompt."""
 
     busy_s: float = 0.0
     tokens: float = 0.0
@@ -23,29 +27,27 @@ class Done(NamedTuple):
 
 @dataclass(slots=True)
 class Drain:
-    """Seconds a prompt token of each worker while it had prompts."""
+    """Seconds per prompt token of each worker while it had prompts."""
 
-    _done: dict[WorkerId, Done] = field(default_factory=dict[WorkerId, Done])
+    token_s: RecentMeans = field(default_factory=RecentMeans)
+    _sums: dict[WorkerId, BusySums] = field(default_factory=dict[WorkerId, BusySums])
 
     def done(self, worker: WorkerId, tokens: float, began_s: float, now_s: float) -> None:
-        """A prompt of so many tokens, begun then, is done now. The time before counts from the one before it."""
-        before = self._fresh(worker, now_s)
+        """Learns from a prompt that ends now. It counts from its beginning, or from the end of the prompt before."""
+        before = self._sums.get(worker, BusySums())
+        if now_s - before.at_s >= FORGET_S:
+            before = BusySums()
         busy_s = max(0.0, now_s - max(began_s, before.at_s))
-        self._done[worker] = Done(KEPT * before.busy_s + busy_s, KEPT * before.tokens + tokens, now_s)
-
-    def _fresh(self, worker: WorkerId, now_s: float) -> Done:
-        known = self._done.get(worker, Done())
-        return known if now_s - known.at_s < FORGET_S else Done()
+        sums = BusySums(KEPT * before.busy_s + busy_s, KEPT * before.tokens + tokens, now_s)
+        self._sums[worker] = sums
+        if sums.tokens:
+            self.token_s.replace(worker, sums.busy_s / sums.tokens, now_s)
 
     def of(self, worker: WorkerId, now_s: float) -> float | None:
-        """Its own; the others' mean where it has done nothing of late; None where nobody has."""
-        own = self._fresh(worker, now_s)
-        if own.tokens:
-            return own.busy_s / own.tokens
-        others = [self._fresh(each, now_s) for each in self._done]
-        known = [each.busy_s / each.tokens for each in others if each.tokens]
-        return sum(known) / len(known) if known else None
+        """Returns the worker's own value, else the mean of the others; None if nothing is known."""
+        return self.token_s.guess(worker, now_s)
 
     def forget(self, worker: WorkerId) -> None:
-        """It is gone."""
-        self._done.pop(worker, None)
+        """Removes what is known of the worker."""
+        self._sums.pop(worker, None)
+        self.token_s.forget(worker)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jdisagg.core.request import Request, WorkerId
-from jdisagg.policy.choice import Forecast, WorkerSnapshot
+from jdisagg.core.worker_config import Role
+from jdisagg.policy.choice import CostForecast, WorkerSnapshot
 from jdisagg.policy.drain import Drain
 from jdisagg.policy.fallback import run_tokens
 from jdisagg.policy.link_speeds import LinkSpeeds, kv_bytes
-from jdisagg.policy.pace import Figures, Pace
+from jdisagg.policy.pace import Pace, RecentMeans
 from jdisagg.policy.worker_state import WorkerState
 
 PROMPT_TOKEN_S = 1e-4  # of a prompt token, where nothing was measured anywhere
@@ -26,7 +27,7 @@ class Forecasts:
     pace: Pace
     short_weight: float  # a prompt token on a worker that decodes, in those of one that does not
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
-    steps: Figures = field(default_factory=Figures)  # of decode workers, as if alone
+    steps: RecentMeans = field(default_factory=RecentMeans)  # of decode workers, as if alone
     drain: Drain = field(default_factory=Drain)  # of lines of prompts
 
     def shipped(self, prefill: WorkerId, decode: WorkerId, tokens: int, seconds: float) -> None:
@@ -46,42 +47,66 @@ class Forecasts:
         self.steps.forget(worker)
         self.drain.forget(worker)
 
-    def of(self, request: Request, now_s: float) -> Forecast:
-        """For one request, by what is known now."""
+    def of(self, request: Request, now_s: float) -> CostForecast:
+        """Returns the predicted costs of one request, in seconds, by what is known now."""
         output = max(0.0, self.pace.expected_tokens(request.sampling.max_tokens, now_s) - 1)
         waited_s = max(0.0, now_s - request.arrival_s)
-        usual_prompt_s = self.pace.prompt.usual(now_s) or PROMPT_TOKEN_S
+        peers, links, own_step_s = self.peers, self.links, self.steps.of
         usual_step_s = self.steps.usual(now_s) or STEP_S
-        least_byte_s, configs = self.links.least_byte_s, {name: peer.config for name, peer in self.peers.items()}
+        least_byte_s, token_s = links.least_byte_s, self._token_s(now_s)
+        runs = dict[tuple[int, tuple[int, ...]], int]()
 
-        def prompt_s(worker: WorkerId) -> float:
-            return self.pace.prompt.of(worker, now_s) or usual_prompt_s
-
-        def line_s(worker: WorkerId) -> float:
-            """A prompt token of a line: prompts that share a step each take all of its time, and the line does not."""
-            drained_s, alone_s = self.drain.of(worker, now_s), prompt_s(worker)
-            return alone_s if drained_s is None else min(alone_s, drained_s)
+        def queue(look: WorkerSnapshot) -> float:
+            tokens = peers[look.worker].prompt_tokens
+            return waited_s + tokens * token_s(look.worker) if tokens else waited_s
 
         def prefill(look: WorkerSnapshot, tokens: int) -> float:
-            config = configs[look.worker]
-            weight = 1.0 if config.role.prefills else self.short_weight
-            return weight * run_tokens(tokens, config.prefill_buckets) * line_s(look.worker)
+            config = peers[look.worker].config
+            key = tokens, config.prefill_buckets
+            run = runs.get(key)
+            if run is None:
+                run = runs[key] = run_tokens(*key)
+            weight = 1.0 if look.role is not Role.DECODE else self.short_weight
+            return weight * run * token_s(look.worker)
+
+        def transfer(source: WorkerId, destination: WorkerId, tokens: int) -> float:
+            config = peers[destination].config
+            return kv_bytes(config, tokens) * links.byte_s(peers[source].config, config)
 
         def decode(look: WorkerSnapshot) -> float:
-            alone_s = self.steps.of(look.worker, now_s) or usual_step_s
-            return output * alone_s * _crowd(self.peers[look.worker], 1)
+            peer = peers[look.worker]
+            step_s = own_step_s(look.worker, now_s) or usual_step_s
+            return output * step_s * (1 + (len(peer.decode_work) + 1) / peer.config.num_slots)  # as `crowd`, inlined
 
-        return Forecast(
-            queue=lambda look: waited_s + self.peers[look.worker].prompt_tokens * line_s(look.worker),
-            prefill=prefill,
-            transfer=lambda source, destination, tokens: (
-                kv_bytes(configs[destination], tokens) * self.links.byte_s(configs[source], configs[destination])
-            ),
-            least_transfer=lambda destination, tokens: kv_bytes(configs[destination], tokens) * least_byte_s,
-            decode=decode,
-            ttft_s=math.inf if request.ttft_s is None else request.ttft_s,
-            later_s=math.inf if request.tpot_s is None else output * request.tpot_s,
+        return CostForecast(
+            queue,
+            prefill,
+            transfer,
+            lambda destination, tokens: kv_bytes(peers[destination].config, tokens) * least_byte_s,
+            decode,
+            links.is_uniform,
+            math.inf if request.ttft_s is None else request.ttft_s,
+            math.inf if request.tpot_s is None else output * request.tpot_s,
         )
+
+    def _token_s(self, now_s: float) -> Callable[[WorkerId], float]:
+        """Returns a function from a worker to the seconds per prompt token of its queue.
+
+        Prompts that share a step each take all of its time, and the queue does not: the lesser value counts.
+        """
+        usual_s, known = self.pace.prompt.usual(now_s) or PROMPT_TOKEN_S, dict[WorkerId, float]()
+        prompt_s, drain_s = self.pace.prompt.of, self.drain.token_s.guess
+
+        def token_s(worker: WorkerId) -> float:
+            found = known.get(worker)
+            if found is None:
+                found, drained_s = prompt_s(worker, now_s) or usual_s, drain_s(worker, now_s)
+                if drained_s is not None and drained_s < found:
+                    found = drained_s
+                known[worker] = found
+            return found
+
+        return token_s
 
 
 def crowd(sequences: int, slots: int) -> float:

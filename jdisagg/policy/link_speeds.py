@@ -7,9 +7,10 @@ as much faster or slower as the other classes turned out to be. Who knows nothin
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jdisagg.core.labels import LinkClass, link_class
+from jdisagg.core.labels import NOWHERE, SHARED_BY, Labels, LinkClass, link_class
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import WorkerConfig
 
@@ -29,74 +30,114 @@ Pair = tuple[WorkerId, WorkerId]
 
 
 @dataclass(slots=True)
-class Seen:
-    """Transfers of one kind, the latest counting most: how many, and their bytes and seconds."""
+class RateEstimate:
+    """Decayed sums over the transfers of one kind."""
 
     transfers: float = 0.0
     size_bytes: float = 0.0
     seconds: float = 0.0
 
     def add(self, size_bytes: float, seconds: float) -> None:
+        """Adds a transfer; earlier ones lose weight."""
         self.transfers = KEEP * self.transfers + 1
         self.size_bytes = KEEP * self.size_bytes + size_bytes
         self.seconds = KEEP * self.seconds + seconds
 
     @property
     def byte_s(self) -> float:
+        """Returns seconds per byte."""
         return self.seconds / self.size_bytes
 
 
 class LinkSpeeds:
-    """Seconds a byte of every link, measured or guessed."""
+    """Seconds per byte of every link, measured or guessed."""
 
     def __init__(self) -> None:
-        self._classes: dict[LinkClass, Seen] = {}
-        self._pairs: dict[Pair, Seen] = {}
-        self._least: float | None = None
+        self._measured: dict[LinkClass, RateEstimate] = {}
+        self._pairs: dict[Pair, RateEstimate] = {}
+        self._classes: dict[LinkClass, float] = {}  # seconds per byte of each class
+        self._possible = frozenset(LinkClass)
+        self._class_of: dict[tuple[Labels, Labels], LinkClass] = {}
+        self._least = 0.0
+        self._update()
 
     def learn(self, source: WorkerConfig, destination: WorkerConfig, size_bytes: float, seconds: float) -> None:
-        """So many bytes took so long; what took no time, or held nothing, tells nothing."""
+        """Learns from a transfer; one without bytes or seconds is ignored."""
         if size_bytes <= 0 or not 0 < seconds < math.inf:
             return
-        self._classes.setdefault(link_class(source.labels, destination.labels), Seen()).add(size_bytes, seconds)
-        self._pairs.setdefault((source.worker, destination.worker), Seen()).add(size_bytes, seconds)
+        self._measured.setdefault(self._class(source, destination), RateEstimate()).add(size_bytes, seconds)
+        self._pairs.setdefault((source.worker, destination.worker), RateEstimate()).add(size_bytes, seconds)
         if len(self._pairs) > MOST_PAIRS:
             del self._pairs[next(iter(self._pairs))]
-        self._least = None
+        self._update()
 
     def forget(self, worker: WorkerId) -> None:
-        """It is gone; what its links taught of their classes stays."""
-        self._pairs = {pair: seen for pair, seen in self._pairs.items() if worker not in pair}
-        self._least = None
+        """Removes the links of a worker; what they taught of their classes stays."""
+        self._pairs = {pair: known for pair, known in self._pairs.items() if worker not in pair}
+        self._update()
+
+    def restrict(self, sources: Iterable[WorkerConfig], destinations: Iterable[WorkerConfig]) -> None:
+        """Sets the workers between which KV travels, so that `least_byte_s` is no lower than their nearest class."""
+        ends = [{each.labels for each in end} for end in (sources, destinations)]
+        found = {LinkClass.BEYOND}  # workers without a common place
+        for kind, names in SHARED_BY.items():
+            for name in names:
+                first, second = ({getattr(each, name) for each in end} - {""} for end in ends)
+                if first & second:
+                    found.add(kind)
+        self._possible = frozenset(found)
+        self._class_of.clear()
+        self._update()
 
     def class_byte_s(self, kind: LinkClass) -> float:
-        """Seconds a byte of a link of this class."""
-        return self._classes[kind].byte_s if kind in self._classes else self._scale() / PRIOR[kind]
+        """Returns seconds per byte of a link of this class."""
+        return self._classes[kind]
 
     def byte_s(self, source: WorkerConfig, destination: WorkerConfig) -> float:
-        """Seconds a byte from the one to the other."""
-        like = self.class_byte_s(link_class(source.labels, destination.labels))
-        seen = self._pairs.get((source.worker, destination.worker))
-        return like if seen is None else _between(like, seen)
+        """Returns seconds per byte from one worker to the other."""
+        like = self._classes[self._class(source, destination)]
+        known = self._pairs.get((source.worker, destination.worker))
+        return like if known is None else _between(like, known)
 
     @property
     def least_byte_s(self) -> float:
-        """No link is taken to be faster."""
-        if self._least is None:
-            classes = [self.class_byte_s(kind) for kind in LinkClass]
-            self._least = min([*classes, *[seen.byte_s for seen in self._pairs.values()]])
+        """Returns a lower bound of all links."""
         return self._least
 
+    @property
+    def is_uniform(self) -> bool:
+        """Returns True if all links are of one class and none was measured."""
+        return len(self._possible) == 1 and not self._pairs
+
+    def _class(self, source: WorkerConfig, destination: WorkerConfig) -> LinkClass:
+        if source.labels is NOWHERE or destination.labels is NOWHERE:
+            return LinkClass.BEYOND
+        pair = source.labels, destination.labels
+        found = self._class_of.get(pair)
+        if found is None:
+            if len(self._class_of) >= MOST_PAIRS:
+                self._class_of.clear()
+            found = self._class_of[pair] = link_class(*pair)
+        return found
+
+    def _update(self) -> None:
+        scale = self._scale()
+        for kind in LinkClass:
+            known = self._measured.get(kind)
+            self._classes[kind] = scale / PRIOR[kind] if known is None else known.byte_s
+        least = min(self._classes[kind] for kind in self._possible)
+        self._least = min([least, *[known.byte_s for known in self._pairs.values()]])
+
     def _scale(self) -> float:
-        """How many times slower than their priors links turned out to be, in the geometric mean of their classes."""
-        ratios = [math.log(seen.byte_s * PRIOR[kind]) for kind, seen in self._classes.items()]
+        """Returns how many times slower than their priors links turned out, in the geometric mean of their classes."""
+        ratios = [math.log(known.byte_s * PRIOR[kind]) for kind, known in self._measured.items()]
         return math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
 
 
-def _between(like: float, seen: Seen) -> float:
-    return (FEW * like + seen.transfers * seen.byte_s) / (FEW + seen.transfers)
+def _between(like: float, known: RateEstimate) -> float:
+    return (FEW * like + known.transfers * known.byte_s) / (FEW + known.transfers)
 
 
 def kv_bytes(destination: WorkerConfig, tokens: float) -> float:
-    """Of the KV of so many tokens."""
+    """Returns the bytes of the KV of so many tokens."""
     return tokens * (destination.kv_token_bytes or TOKEN_BYTES)

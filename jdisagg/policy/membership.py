@@ -54,7 +54,7 @@ class Membership:
 
     def follow_cache(self, config: WorkerConfig) -> None:
         """Where it is asked what workers keep."""
-        if self.config.routing in (Routing.CACHE_AWARE, Routing.PREDICTED) or config.peer_fetch:
+        if self.config.routing is Routing.CACHE_AWARE or config.peer_fetch:
             self.routes.kept.follow(config)
 
     def leaving(self, worker: WorkerId) -> None:

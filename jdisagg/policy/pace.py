@@ -11,37 +11,52 @@ from dataclasses import dataclass, field
 from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.request import WorkerId
 
-DECAY = 0.8  # of what was known, with each request that ends
+DECAY = 0.8  # weight of earlier values, with each new one
 FORGET_S = 60.0
+CHECK_S = 1.0  # interval at which expired values leave the mean
 
 
 @dataclass(slots=True)
-class Figures:
-    """One figure by name, each with the time of its latest value."""
+class RecentMeans:
+    """One decayed mean per name, which expires `FORGET_S` after its latest value, and the mean over all names."""
 
     _known: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    _sum: float = 0.0
+    _checked_s: float = 0.0  # time of the last check for expired values
 
     def learn(self, name: str, value: float, now_s: float) -> None:
+        """Adds a value to the decayed mean of `name`."""
         before = self.of(name, now_s)
-        known = value if before is None else DECAY * before + (1 - DECAY) * value
-        self._known[name] = (known, now_s)
+        self.replace(name, value if before is None else DECAY * before + (1 - DECAY) * value, now_s)
+
+    def replace(self, name: str, value: float, now_s: float) -> None:
+        """Sets the value of `name`, whatever it was."""
+        self._sum += value - self._known.get(name, (0.0, 0.0))[0]
+        self._known[name] = (value, now_s)
 
     def of(self, name: str, now_s: float) -> float | None:
-        value, at_s = self._known.get(name, (0.0, -FORGET_S))
-        return value if now_s - at_s < FORGET_S else None
+        """Returns the mean of `name`; None if it is unknown or expired."""
+        known = self._known.get(name)
+        return known[0] if known is not None and now_s - known[1] < FORGET_S else None
 
     def usual(self, now_s: float) -> float | None:
-        """The mean of those that are known."""
-        values = [value for value, at_s in self._known.values() if now_s - at_s < FORGET_S]
-        return sum(values) / len(values) if values else None
+        """Returns the mean over all names; None if nothing is known."""
+        if now_s - self._checked_s >= CHECK_S:
+            self._keep({name: known for name, known in self._known.items() if now_s - known[1] < FORGET_S})
+            self._checked_s = now_s
+        return self._sum / len(self._known) if self._known else None
 
     def guess(self, name: str, now_s: float) -> float | None:
+        """Returns the mean of `name`, or over all names if it is unknown."""
         own = self.of(name, now_s)
         return self.usual(now_s) if own is None else own
 
     def forget(self, worker: WorkerId) -> None:
-        """Its own, and those of its pairs."""
-        self._known = {name: known for name, known in self._known.items() if worker not in name.split()}
+        """Removes the values of the worker and of its pairs."""
+        self._keep({name: known for name, known in self._known.items() if worker not in name.split()})
+
+    def _keep(self, known: dict[str, tuple[float, float]]) -> None:
+        self._known, self._sum = known, sum(value for value, _ in known.values())
 
 
 Counts = tuple[int, int, int]  # tokens of a prompt, run for it, and drawn
@@ -51,10 +66,10 @@ Counts = tuple[int, int, int]  # tokens of a prompt, run for it, and drawn
 class Pace:
     """Seconds a token, by worker; of prompts a token run, padding too; of transfers exposed, by pair."""
 
-    prompt: Figures = field(default_factory=Figures)
-    output: Figures = field(default_factory=Figures)
-    transfer: Figures = field(default_factory=Figures)
-    lengths: Figures = field(default_factory=Figures)  # output tokens of requests
+    prompt: RecentMeans = field(default_factory=RecentMeans)
+    output: RecentMeans = field(default_factory=RecentMeans)
+    transfer: RecentMeans = field(default_factory=RecentMeans)
+    lengths: RecentMeans = field(default_factory=RecentMeans)  # output tokens of requests
 
     def learn(self, ledger: Ledger, prefill: WorkerId, decode: WorkerId, tokens: Counts, now_s: float) -> float | None:
         """Of a request that ended by itself, in one attempt; its mean gap, None where it tells nothing of one."""

@@ -9,7 +9,16 @@ from jdisagg.core.messages import Holder
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import Reserving, RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.choice import FAILED, RANKS, UNASKED, Choice, Forecast, Pair, Reach, RoutingRequest, WorkerSnapshot
+from jdisagg.policy.choice import (
+    FAILED,
+    RANKS,
+    WORK_FORECAST,
+    Choice,
+    FetchEstimate,
+    Pair,
+    RoutingRequest,
+    WorkerSnapshot,
+)
 from jdisagg.policy.decisions import Decision, Verdict
 from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
 from jdisagg.policy.forecasts import Forecasts
@@ -19,7 +28,7 @@ from jdisagg.policy.planning import readable_pages
 from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.request_state import RequestState
 from jdisagg.policy.routing import choose_pair
-from jdisagg.policy.sample import Sample
+from jdisagg.policy.sample import WorkerSample
 from jdisagg.policy.worker_state import MayPromise, Need, WorkerState
 
 Room = tuple[bool, MayPromise | None]  # whether to ask where there may be none, and where a promise of it will do
@@ -36,10 +45,11 @@ class PairSelection:
         self.directory = self.kept.hbm
         self.forecasts = Forecasts(peers, self.pace, config.short_token_weight)
         self._turn = 0  # of round robin
+        self._aware = config.routing is Routing.CACHE_AWARE
         self._mixed = False
         self._objectives = False  # whether some request had any
         self.by_role: dict[Role, list[WorkerState]] = {}
-        self.sample = Sample(config.routing, peers, self.directory.index)
+        self.sample = WorkerSample(config.routing, peers, self.directory.index)
         self.joined()
 
     def choose(
@@ -58,24 +68,12 @@ class PairSelection:
         snapshots = self._snapshots(peers, request, row, room)
         if self._mixed and not self.config.colocated_fallback and self._pools_could(request):
             snapshots = [snapshot for snapshot in snapshots if snapshot.role is not Role.COLOCATED]
-        config = self.config
-        routed = RoutingRequest(
-            row.request_id,
-            len(request.prompt),
-            self._turn,
-            config.routing_seed,
-            ship=lambda tokens: config.ship_token_weight * tokens,
-            among_rows=lambda tokens: config.short_token_weight * tokens,
-            forecast=self._forecast(request, now_s),
-        )
+        forecast = self.forecasts.of(request, now_s) if self._aware else WORK_FORECAST
+        routed = RoutingRequest(row.request_id, len(request.prompt), self._turn, self.config.routing_seed, forecast)
         choice = choose_pair(snapshots, routed, self.config.routing)
         if self._mixed and self.config.colocated_fallback and not choice.by_itself:
             choice = self._with_fallback(choice, request, now_s)
         return choice
-
-    def _forecast(self, request: Request, now_s: float) -> Forecast:
-        predicted = self.config.routing is Routing.PREDICTED
-        return self.forecasts.of(request, now_s) if predicted else UNASKED
 
     def shipped(self, row: RequestState, cached_tokens: int, wire_s: float) -> None:
         """The KV of its present attempt has reached its decode worker, but what was there already."""
@@ -88,20 +86,24 @@ class PairSelection:
     ) -> list[WorkerSnapshot]:
         need, avoid, (ask_anyway, promises) = Need(request), row.avoid, room
         follows, priced = self.directory.follows, bool(self.kept.prices)
-        names, found = dict[int, tuple[PageHash, ...]](), list[WorkerSnapshot]()
+        names, keepers, found = dict[int, tuple[PageHash, ...]](), set[WorkerId](), list[WorkerSnapshot]()
         for peer in peers:
             config, held = peer.config, 0
-            if follows(config.worker):
+            worker = config.worker
+            if follows(worker):
                 if config.page_size not in names:
-                    names[config.page_size] = row.page_names(config.page_size)
-                held = self.directory.cached_tokens(config, names[config.page_size])
-            avoided = config.worker in avoid
-            look = peer.snapshot(need, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=held, may_promise=promises)
+                    pages = names[config.page_size] = row.page_names(config.page_size)
+                    keepers.update(self.directory.index.keepers(pages[0]) if pages else ())
+                if worker in keepers:
+                    held = self.directory.cached_tokens(config, names[config.page_size])
+            look = peer.snapshot(need, worker in avoid, ask_anyway, held, promises)
             reach = self._reach(config, request, row, held) if priced and config.role.prefills else None
             found.append(look if reach is None else look._replace(reach=reach))
         return found
 
-    def _reach(self, config: WorkerConfig, request: Request, row: RequestState, cached_tokens: int) -> Reach | None:
+    def _reach(
+        self, config: WorkerConfig, request: Request, row: RequestState, cached_tokens: int
+    ) -> FetchEstimate | None:
         """What it could fetch of the row's prompt, where it is to compute it."""
         names = row.page_names(config.page_size)[: readable_pages(request, config)]
         return self.kept.reach(config, names, cached_tokens // config.page_size)
@@ -138,6 +140,8 @@ class PairSelection:
         self.by_role = {role: [peer for peer in self.peers.values() if peer.config.role is role] for role in Role}
         self._mixed = all(self.by_role.values())
         self.sample.joined(self.by_role)
+        configs = {role: [peer.config for peer in peers] for role, peers in self.by_role.items()}
+        self.forecasts.links.restrict(configs[Role.PREFILL], configs[Role.DECODE])
 
     def forget(self, worker: WorkerId) -> None:
         """It is gone."""
@@ -149,7 +153,7 @@ class PairSelection:
     def ended(self, row: RequestState, now_s: float) -> None:
         """What its ledger tells is only asked for where there is a choice."""
         self._objectives |= row.request.has_objectives
-        asked = self._mixed or self._objectives or self.config.routing is Routing.PREDICTED
+        asked = self._mixed or self._objectives or self._aware
         asked = asked or self.config.reserve is Reserving.CALENDAR
         if asked and row.phase is Phase.FINISHED and row.output and row.prefill and row.decode:
             prompt_tokens = len(row.request.prompt)

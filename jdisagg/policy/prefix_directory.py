@@ -43,8 +43,9 @@ class KnownCache:
         """These will be there, as long as no more than `most` that came later are."""
         for name in reversed(names):
             if name not in self.names:
+                if name in self.expected:
+                    self.expected.move_to_end(name)
                 self.expected[name] = None
-                self.expected.move_to_end(name)
         self.index.add(self.worker, names)
         while len(self.expected) > most:
             name, _ = self.expected.popitem(last=False)

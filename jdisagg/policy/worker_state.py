@@ -101,7 +101,10 @@ class WorkerState:
         view = self.view
         if self.full or view.free_slots <= len(self.unanswered):
             return False
-        return view.free_pages - self.asked_pages >= need.pages(self.config)
+        free, config = view.free_pages - self.asked_pages, self.config
+        if free * config.page_size >= need.tokens:  # more than any reservation takes
+            return True
+        return free >= need.pages(config)
 
     # ------------------------------------------------------------ work
 
@@ -127,7 +130,6 @@ class WorkerState:
     def snapshot(
         self,
         need: Need,
-        *,
         avoided: bool,
         ask_anyway: bool,
         cached_tokens: int = 0,

@@ -13,7 +13,7 @@ from jdisagg.core.request import Attempt, FinishReason, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
-from jdisagg.policy.pace import FORGET_S, Figures, Pace
+from jdisagg.policy.pace import FORGET_S, Pace, RecentMeans
 from tests.policy.test_pair_selection import Told
 from tests.sim.cases import check_ended, request, worker
 from tests.sim.world import World
@@ -61,7 +61,7 @@ def test_a_prompt_is_run_in_whole_programs():
 
 
 def test_a_figure_follows_the_latest_and_is_forgotten():
-    figures = Figures()
+    figures = RecentMeans()
     assert figures.guess("a", 0.0) is None
     figures.learn("a", 1.0, 0.0)
     figures.learn("a", 2.0, 1.0)

@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.core.events import Received, Reject, Send, Submit, WorkerJoined, WorkerLost
+from jdisagg.core.labels import Labels
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.messages import CacheHeld, Reserve, View
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.decisions import Decision
+from jdisagg.policy.fallback import run_tokens
+from jdisagg.policy.forecasts import PROMPT_TOKEN_S
 from jdisagg.policy.planning import order_of
 from jdisagg.policy.prefix_cache import packed, page_hashes
 from jdisagg.policy.request_state import RequestState
@@ -78,9 +81,8 @@ def test_who_joins_and_who_is_lost_is_known_at_once():
     assert decodes_of(router, 3, first=20 * MANY) == [], "without a decode worker they wait"
 
 
-@pytest.mark.parametrize("routing", [Routing.PREDICTED, Routing.ROUND_ROBIN])
-def test_a_routing_that_asks_for_the_link_or_the_turn_weighs_all(routing):
-    router = Router(RouterConfig(queue_limit=1 << 20, routing=routing), crowd(MANY, MANY))
+def test_round_robin_weighs_all():
+    router = Router(RouterConfig(queue_limit=1 << 20, routing=Routing.ROUND_ROBIN), crowd(MANY, MANY))
     assert router.routes.sample.next_few() is None
     assert len(decodes_of(router, 5)) == 5
 
@@ -117,7 +119,7 @@ def test_of_many_nobody_is_taken_who_costs_more_than_the_least_loaded_that_was_w
     for keeper in draw.sample(range(MANY), draw.randrange(KEEPERS)):
         told(router, f"prefill-{keeper}", asked.prompt[: 4 * draw.randrange(11)])
     for peer in router.peers.values():
-        peer.work_tokens = float(draw.randrange(30))
+        peer.prompt_tokens = float(draw.randrange(30))
     row = RequestState(asked, order_of(asked), Ledger(), math.inf)
     full = router.routes._choice(router.peers.values(), row, 0.0, (False, None))
     sampled = router.routes.sample.next_few()
@@ -126,10 +128,23 @@ def test_of_many_nobody_is_taken_who_costs_more_than_the_least_loaded_that_was_w
     router.handle(Submit(asked), 0.0)
     taken, best = decisions[-1].choice, full.prefills[0]
     assert taken is not None and taken.taken is not None
-    idle = min(peer.work_tokens for peer in sampled if peer.config.role is Role.PREFILL) + 40
-    assert taken.prefills[0].cost <= idle
+    queued = min(peer.prompt_tokens for peer in sampled if peer.config.role is Role.PREFILL)
+    run = run_tokens(40, workers[0].prefill_buckets)
+    assert taken.prefills[0].cost <= PROMPT_TOKEN_S * (queued + run) + 1e-12
     if router.routes.directory.cached_tokens(router.peers[best.worker].config, row.page_names(4)):
         assert taken.taken.prefill == best.worker
+
+
+def test_of_many_workers_in_racks_each_prefill_worker_is_weighed_with_a_decode_worker_of_its_rack():
+    racks = [
+        replace(each, labels=Labels(rack=f"r{number % 40}")) for number, each in enumerate(crowd(2 * MANY, 2 * MANY))
+    ]
+    router = Router(RouterConfig(queue_limit=1 << 20, routing=Routing.CACHE_AWARE), racks)
+    for number in range(60):
+        router.handle(Submit(request(f"r{number}", 40)), 0.0)
+    pairs = [(row.prefill, row.decode) for row in router.rows.values()]
+    rack_of = {each.worker: each.labels.rack for each in racks}
+    assert all(prefill and decode and rack_of[prefill] == rack_of[decode] for prefill, decode in pairs)
 
 
 def test_no_more_than_a_few_of_each_role_are_weighed():

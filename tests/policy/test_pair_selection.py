@@ -52,8 +52,10 @@ def test_a_prompt_goes_where_its_beginning_went_and_elsewhere_where_the_queue_th
     assert [prefill for prefill, _ in talk.pairs()] == ["prefill-0", "prefill-1"]
     talk.submit(prompt_of("c", *start, 22, 23))
     assert talk.pairs()[-1][0] == "prefill-0"
-    assert "prefill-0 costs 12 (work 10 + prefill 2), next prefill-1 40 (work 30 + prefill 10)" in (
-        talk.decisions[-1].reason
+    # 10 tokens wait there and one bucket of 8 is run, at 0.1 ms each; elsewhere 30 wait, and two buckets are run.
+    assert (
+        "prefill-0 costs 0.0018 (queue 0.001 + prefill 0.0008), next prefill-1 0.0046 (queue 0.003 + prefill 0.0016)"
+        in (talk.decisions[-1].reason)
     )
     talk.submit(prompt_of("d", *range(30, 34), *range(60, 92)))
     assert talk.pairs()[-1][0] == "prefill-0", "4 tokens held there do not outweigh 10 more that wait"

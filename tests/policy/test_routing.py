@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.choice import FAILED, Pair, RoutingRequest, WorkerSnapshot
+from jdisagg.policy.choice import FAILED, CostForecast, FetchEstimate, Pair, RoutingRequest, WorkerSnapshot
 from jdisagg.policy.routing import choose_pair
 
 looks = st.lists(
@@ -105,8 +105,14 @@ def test_a_held_prefix_is_worth_a_queue_up_to_its_length():
 
 
 def conversation(prompt_tokens=600):
-    """The next turn of one: a token shipped costs 0.1, one computed among rows 2."""
-    return RoutingRequest(prompt_tokens=prompt_tokens, ship=lambda n: 0.1 * n, among_rows=lambda n: 2.0 * n)
+    """The next turn of one: a token shipped costs 0.1, one computed by a decode worker 2."""
+    forecast = CostForecast(
+        prefill=lambda look, tokens: tokens * (2.0 if look.role is Role.DECODE else 1.0),
+        transfer=lambda source, destination, tokens: 0.1 * tokens,
+        least_transfer=lambda destination, tokens: 0.1 * tokens,
+        decode=lambda look: 0.0 if look.short_prompt_tokens else look.work,
+    )
+    return RoutingRequest(prompt_tokens=prompt_tokens, forecast=forecast)
 
 
 def test_the_decode_worker_that_holds_the_conversation_is_worth_what_need_not_be_shipped():
@@ -119,10 +125,12 @@ def test_the_decode_worker_that_holds_the_conversation_is_worth_what_need_not_be
 def test_a_short_end_is_computed_where_the_rest_lies_if_that_costs_less_than_the_pair():
     p0, holder = look("p0", Role.PREFILL, 50, cached=500), look("d0", Role.DECODE, 7, cached=560, short=64)
     found = choose_pair([p0, holder], conversation(), Routing.CACHE_AWARE)
-    assert found.taken == Pair(holder.worker, holder.worker) and found.by_itself  # 7 + 80 against 150 + 7 + 4
-    assert found.reason == ("cache_aware: d0 costs 87 (work 7 + prefill 80); by itself d0 costs 87, p0 and d0 161")
+    assert found.taken == Pair(holder.worker, holder.worker) and found.by_itself  # 7 + 80 against 150 + 4
+    assert found.reason == (
+        "cache_aware: d0 costs 87 (queue 7 + prefill 80 + decode 0); by itself d0 costs 87, p0 and d0 154"
+    )
     rested = choose_pair([look("p0", Role.PREFILL, cached=560), holder], conversation(), Routing.CACHE_AWARE)
-    assert rested.taken == Pair(WorkerId("p0"), holder.worker) and rested.reason.endswith("p0 and d0 51")
+    assert rested.taken == Pair(WorkerId("p0"), holder.worker) and rested.reason.endswith("p0 and d0 44")
 
 
 def test_an_end_over_the_limit_or_with_nothing_before_it_is_never_computed_among_rows():
@@ -142,30 +150,21 @@ def test_a_decode_worker_that_holds_the_rest_serves_where_no_prefill_worker_is_l
 
 
 def test_a_prefix_is_fetched_where_that_costs_less_than_waiting_and_than_computing():
-    holder, idle, d0 = look("p0", Role.PREFILL, 400, cached=500), look("p1", Role.PREFILL), look("d0", Role.DECODE)
-    cheap, dear = (RoutingRequest(prompt_tokens=600, fetch=lambda tokens, s=s: s * tokens) for s in (0.1, 2.0))
-    found = choose_pair([holder, idle, d0], cheap, Routing.CACHE_AWARE)
+    holder, d0 = look("p0", Role.PREFILL, 400, cached=500), look("d0", Role.DECODE)
+    cheap, dear = (look("p1", Role.PREFILL)._replace(reach=FetchEstimate("p0", 500, s)) for s in (0.1, 2.0))
+    found = choose_pair([holder, cheap, d0], RoutingRequest(prompt_tokens=600), Routing.CACHE_AWARE)
     assert found.taken is not None and found.taken.prefill == "p1"
-    assert dict(found.prefills[0].parts) == {"work": 0, "prefill": 100, "fetch": 50}
-    assert taken(holder, idle, d0, routed=dear, routing=Routing.CACHE_AWARE) == ("p0", "d0")
-
-
-def test_partners_keep_together_until_one_is_full():
-    prefills, decodes = pool(Role.PREFILL, 2), pool(Role.DECODE, 4)
-    busy = [look(each.worker, each.role, 50.0 * index) for index, each in enumerate(decodes)]
-    assert taken(*prefills, *busy, routing=Routing.PAIR_AFFINITY) == ("prefill-0", "decode-0")
-    first = look("prefill-0", Role.PREFILL, 100)
-    assert taken(first, prefills[1], *busy, routing=Routing.PAIR_AFFINITY) == ("prefill-1", "decode-1")
-    full = [look(each.worker, each.role, room=index % 2 == 0) for index, each in enumerate(decodes)]
-    assert taken(first, prefills[1], *full, routing=Routing.PAIR_AFFINITY) == ("prefill-0", "decode-0")
-    assert taken(prefills[1], *full[:1], routing=Routing.PAIR_AFFINITY) == ("prefill-1", "decode-0")
+    assert dict(found.prefills[0].parts) == {"queue": 0, "prefill": 100, "fetch from p0": 50}
+    aware = {"routed": RoutingRequest(prompt_tokens=600), "routing": Routing.CACHE_AWARE}
+    assert taken(holder, dear, d0, **aware) == ("p0", "d0")
 
 
 def test_the_reason_names_the_runner_up_and_what_each_costs():
     given = [look("p0", Role.PREFILL, 5), look("p1", Role.PREFILL, 3, cached=20), look("d0", Role.DECODE, 1)]
     reason = choose_pair(given, RoutingRequest(prompt_tokens=30), Routing.CACHE_AWARE).reason
     assert reason == (
-        "cache_aware: p1 costs 13 (work 3 + prefill 10), next p0 35 (work 5 + prefill 30); d0 costs work 1"
+        "cache_aware: p1 costs 13 (queue 3 + prefill 10), next p0 35 (queue 5 + prefill 30);"
+        " d0 costs 1 (transfer 0 + decode 1)"
     )
 
 
