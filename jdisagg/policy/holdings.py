@@ -9,10 +9,10 @@ from jdisagg.core.messages import MOST_HOLDERS, CacheChanged, CacheHeld, Holder,
 from jdisagg.core.request import WorkerId
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.choice import FetchEstimate
 from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.prefix_directory import PrefixDirectory
 from jdisagg.policy.prices import COMPUTED
+from jdisagg.policy.router.routing import FetchEstimate
 
 MANY = 16  # lenders from which on a routing does not weigh what they could lend to whom
 OWN = (Tier.HBM, Tier.DRAM, Tier.DISK)

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from jdisagg.core.request import Phase, RequestId, WorkerId
 from jdisagg.core.router_config import Reserving
 from jdisagg.policy.calendar import Stay, fits
-from jdisagg.policy.forecasts import Forecasts, crowd
-from jdisagg.policy.lengths import Lengths, key_of
-from jdisagg.policy.request_state import RequestState
-from jdisagg.policy.worker_state import MayPromise, WorkerState
+from jdisagg.policy.router.estimates import Forecasts, Lengths, crowd, key_of
+from jdisagg.policy.router.request_state import RequestState
+from jdisagg.policy.router.worker_view import MayPromise, WorkerState
 
 SHARE = 0.9  # of answers like it, that are no longer than is reckoned with
 GENERATIONS = 2  # of slots: as many sequences are on one worker, or on their way there, at most

@@ -12,7 +12,7 @@ from jdisagg.core.messages import Abort, Ack, Claim, Commit, Granted, Preempted,
 from jdisagg.core.request import Request
 from jdisagg.core.router_config import Reserving, RouterConfig
 from jdisagg.core.worker_config import Role, TransferMode
-from jdisagg.policy.message_builders import reserve_for
+from jdisagg.policy.router.request_state import reserve_for
 from tests.policy.bench import OTHER, Bench
 from tests.sim.cases import check_ended, definition, pair, reasons, request, run_all, sent, worker
 from tests.sim.fault_injector import Faults

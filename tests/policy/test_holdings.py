@@ -12,11 +12,10 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.choice import FetchEstimate, RoutingRequest, WorkerSnapshot
-from jdisagg.policy.decisions import Decision
 from jdisagg.policy.holdings import Holdings
 from jdisagg.policy.prefix_cache import packed
-from jdisagg.policy.routing import choose_pair
+from jdisagg.policy.router.decisions import Decision
+from jdisagg.policy.router.routing import FetchEstimate, RoutingRequest, WorkerSnapshot, choose_pair
 from tests.policy.test_lending import LENT, both
 from tests.policy.test_tiers import ask
 from tests.sim.cases import check_outputs, worker

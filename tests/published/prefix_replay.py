@@ -19,9 +19,15 @@ from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.steps import KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.choice import Candidate, CostForecast, FetchEstimate, RoutingRequest, WorkerSnapshot
 from jdisagg.policy.prefix_cache import PrefixCache
-from jdisagg.policy.routing import choose_pair
+from jdisagg.policy.router.routing import (
+    Candidate,
+    CostForecast,
+    FetchEstimate,
+    RoutingRequest,
+    WorkerSnapshot,
+    choose_pair,
+)
 from jdisagg.sim.cost_models import CostModel, Model, Roofline
 from jdisagg.sim.fast_forward import SimulatedSequence as Length
 from jdisagg.sim.hardware import hardware

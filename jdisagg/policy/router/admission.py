@@ -1,22 +1,81 @@
-"""Refuses at the door what cannot meet its objectives by prediction (early rejection: Mooncake, Qin et al. 2024).
+"""Decides whether a request is accepted at all, by the workers' capacity and by its objectives.
 
-What counts is the load there will be: a decode worker is judged by who will still be there when the prompt is done, not
-by who is there now, which made peers' clusters swing between full and empty. Where nothing was measured of late nobody
-is refused. The first token is judged by `ttft_s`, the others by `tpot_s`; a request without them is never refused, nor
-is one that another router had taken.
+A request that states `ttft_s` or `tpot_s` is refused if it is predicted to miss them (early rejection: Mooncake, Qin et
+al. 2024). The predicted load counts, not the present one: a decode worker is judged by the sequences that will still be
+there when the prompt is done. Where nothing was measured of late, no request is refused; a request without objectives
+and one that another router had accepted never are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
-from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.forecasts import Forecasts, crowd
-from jdisagg.policy.request_state import RequestState
-from jdisagg.policy.worker_state import WorkerState
+from jdisagg.core.router_config import RouterConfig
+from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.policy.role_change import phases_of
+from jdisagg.policy.router.estimates import Forecasts, crowd
+from jdisagg.policy.router.request_state import RequestState
+from jdisagg.policy.router.worker_view import WorkerState
+
+ByRole = Mapping[Role, Sequence[WorkerState]]  # every worker, in the router's order: no request may ask all of many
+
+
+def missing_phase(peers: ByRole) -> str:
+    """ "prefill" or "decode" where no worker that stays does it, both where there is none at all; empty else."""
+    roles = [role for role, some in peers.items() if _has_staying(some)]
+    if len(roles) == len(peers):
+        return ""
+    return " and ".join(phase for phase in ("prefill", "decode") if phase not in phases_of(roles))
+
+
+def _has_staying(peers: Sequence[WorkerState]) -> bool:
+    return any(not peer.leaving for peer in peers)
+
+
+def why_rejected(peers: ByRole, waiting: int, config: RouterConfig) -> str:
+    """Why the house takes nobody now; empty where it does. Where workers may join, a missing phase is waited for."""
+    limit, missing = config.queue_limit, missing_phase(peers)
+    if missing and not config.workers_return:
+        return f"no worker is left for {missing}"
+    if waiting >= limit:
+        return f"{waiting} requests wait already, the limit is {limit}"
+    return ""
+
+
+def could_ever_serve(peers: ByRole, request: Request) -> bool:
+    """Whether some live pair would do, had it nothing else to do."""
+    able = {role for role, some in peers.items() if any(peer.could_hold(request) for peer in some)}
+    return Role.COLOCATED in able or {Role.PREFILL, Role.DECODE} <= able
+
+
+def may_be_served(peers: ByRole, request: Request, config: RouterConfig) -> bool:
+    """Whether it is worth waiting: a live pair would do, or a phase has no worker yet and one may join."""
+    return could_ever_serve(peers, request) or (config.workers_return and bool(missing_phase(peers)))
+
+
+def why_never(peers: Collection[WorkerState], request: Request) -> str:
+    """The request's size, and what each worker holds at the most."""
+    tokens = len(request.prompt) + request.sampling.max_tokens
+    most = ", ".join(f"{peer.config.worker} {peer.most_tokens}" for peer in peers)
+    return f"prompt + max_tokens = {tokens} tokens fit no pair of workers; the most that each holds: {most}"
+
+
+def has_adapter_room(asked: Request, running: Iterable[Request], most: int) -> bool:
+    """Whether it may run beside these: one step holds `most` different adapters. 0: as many as there are."""
+    adapter = asked.sampling.adapter
+    if adapter is None or not most:
+        return True
+    others = {each.sampling.adapter for each in running} - {None, adapter}
+    return len(others) < most
+
+
+def retry_after_s(waiting: int, finish_gap_s: float) -> float:
+    """Until about half of those who wait are served, at the pace of late; between a second and a minute."""
+    return min(60.0, max(1.0, finish_gap_s * waiting / 2))
+
 
 LONGEST_RETRY_S = 60.0
 

@@ -1,4 +1,4 @@
-"""What the router knows of one worker: its word of what is free, and the work sent there that has not ended."""
+"""The router's view of one worker: its reported free capacity, and the work sent there that has not ended."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from jdisagg.core.messages import View
 from jdisagg.core.request import Attempt, Request, RequestId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.choice import WorkerSnapshot
 from jdisagg.policy.planning import predicted_pages
+from jdisagg.policy.router.routing import WorkerSnapshot
 
 MayPromise = Callable[["WorkerState"], bool]
 
