@@ -24,7 +24,7 @@ ByRole = Mapping[Role, Sequence[WorkerState]]  # every worker, in the router's o
 
 
 def missing_phase(peers: ByRole) -> str:
-    """ "prefill" or "decode" where no worker that stays does it, both where there is none at all; empty else."""
+    """Returns the phases, "prefill" or "decode" or both, that no staying worker does; empty if there is none."""
     roles = [role for role, some in peers.items() if _has_staying(some)]
     if len(roles) == len(peers):
         return ""
@@ -36,7 +36,7 @@ def _has_staying(peers: Sequence[WorkerState]) -> bool:
 
 
 def why_rejected(peers: ByRole, waiting: int, config: RouterConfig) -> str:
-    """Why the house takes nobody now; empty where it does. Where workers may join, a missing phase is waited for."""
+    """Returns why requests are refused now; empty if they are not. If workers may join, a missing phase is awaited."""
     limit, missing = config.queue_limit, missing_phase(peers)
     if missing and not config.workers_return:
         return f"no worker is left for {missing}"
@@ -46,7 +46,7 @@ def why_rejected(peers: ByRole, waiting: int, config: RouterConfig) -> str:
 
 
 def could_ever_serve(peers: ByRole, request: Request) -> bool:
-    """Whether some live pair would do, had it nothing else to do."""
+    """Returns True if some live pair would have room when idle."""
     able = {role for role, some in peers.items() if any(peer.could_hold(request) for peer in some)}
     return Role.COLOCATED in able or {Role.PREFILL, Role.DECODE} <= able
 

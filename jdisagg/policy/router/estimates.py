@@ -152,14 +152,14 @@ class Pace:
         if any(mark is Mark.REQUEUED for mark, _ in ledger.marks):
             return None
         prompt_tokens, tokens_run, output_tokens = tokens
-        parts_s = {name: nanoseconds / 1e9 for name, nanoseconds in ledger.parts_ns().items()}
-        self.prompt.learn(prefill, parts_s["prefill"] / tokens_run, now_s)
+        parts_ns = ledger.parts_ns()
+        self.prompt.learn(prefill, parts_ns["prefill"] / 1e9 / tokens_run, now_s)
         if prefill != decode:
-            self.transfer.learn(f"{prefill} {decode}", parts_s["transfer"] / prompt_tokens, now_s)
+            self.transfer.learn(f"{prefill} {decode}", parts_ns["transfer"] / 1e9 / prompt_tokens, now_s)
         self.lengths.learn("", output_tokens, now_s)
         if output_tokens <= 1:
             return None
-        gap_s = (parts_s["decode"] + parts_s["first_step"]) / (output_tokens - 1)
+        gap_s = (parts_ns["decode"] / 1e9 + parts_ns["first_step"] / 1e9) / (output_tokens - 1)
         self.output.learn(decode, gap_s, now_s)
         return gap_s
 

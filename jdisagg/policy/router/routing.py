@@ -32,8 +32,6 @@ Parts = tuple[tuple[str, float], ...]
 
 def total(parts: Parts) -> float:
     """Returns the sum of the named parts of a cost."""
-    if len(parts) == 2:
-        return parts[0][1] + parts[1][1]
     return parts[0][1] if len(parts) == 1 else sum([part for _, part in parts])
 
 
@@ -234,11 +232,13 @@ def until_first(look: WorkerSnapshot, routed: RoutingRequest) -> Parts:
 
 def after_first(look: WorkerSnapshot, routed: RoutingRequest, source: WorkerSnapshot | None) -> Parts:
     """Returns the predicted cost from the first token to the last; over the fastest link if `source` is None."""
-    forecast, tokens = routed.forecast, max(0, routed.prompt_tokens - look.cached_tokens)
+    forecast, tokens = routed.forecast, routed.prompt_tokens - look.cached_tokens
     if source is None:
-        transfer = forecast.least_transfer(look.worker, tokens)
+        transfer = forecast.least_transfer(look.worker, tokens if tokens > 0 else 0)
     else:
-        transfer = forecast.transfer(source.worker, look.worker, tokens)
+        transfer = forecast.transfer(source.worker, look.worker, max(0, tokens))
+    if forecast.later_s == math.inf:
+        return (("transfer", transfer), ("decode", forecast.decode(look)))
     return _later_parts(transfer, forecast.decode(look), forecast.later_s)
 
 
@@ -357,8 +357,8 @@ def _cache_aware(
 
 
 def _candidate(look: WorkerSnapshot, parts: Parts) -> Candidate:
-    rank = FAILED if look.avoided else PREFERRED
-    return Candidate(rank, total(parts), look.served, look.worker, parts, look)
+    cost = parts[0][1] + parts[1][1] if len(parts) == 2 else total(parts)
+    return Candidate(FAILED if look.avoided else PREFERRED, cost, look.served, look.worker, parts, look)
 
 
 def _best(snapshots: Sequence[WorkerSnapshot], cost: CostFunction) -> tuple[Candidate, ...]:
