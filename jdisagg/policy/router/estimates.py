@@ -148,7 +148,7 @@ class Pace:
     lengths: RecentMeans = field(default_factory=RecentMeans)  # output tokens of requests
 
     def learn(self, ledger: Ledger, prefill: WorkerId, decode: WorkerId, tokens: Counts, now_s: float) -> float | None:
-        """Of a request that ended by itself, in one attempt; its mean gap, None where it tells nothing of one."""
+        """Learns from a finished request of one attempt; returns its mean gap between tokens, None if it has none."""
         if any(mark is Mark.REQUEUED for mark, _ in ledger.marks):
             return None
         prompt_tokens, tokens_run, output_tokens = tokens
@@ -164,7 +164,7 @@ class Pace:
         return gap_s
 
     def forget(self, worker: WorkerId) -> None:
-        """It is gone."""
+        """Removes what is known of a lost worker."""
         for figures in (self.prompt, self.output, self.transfer):
             figures.forget(worker)
 
@@ -430,7 +430,7 @@ class Forecasts:
             self.steps.learn(decode, gap_s / _crowd(self.peers[decode], 0), now_s)
 
     def forget(self, worker: WorkerId) -> None:
-        """It is gone."""
+        """Removes what is known of a lost worker."""
         self.links.forget(worker)
         self.steps.forget(worker)
         self.drain.forget(worker)

@@ -43,7 +43,7 @@ class Membership:
     # ------------------------------------------------------------ coming and going
 
     def join(self, config: WorkerConfig, now_s: float) -> None:
-        """Who waited for a phase to have a worker, and was never tried, learns now whether it fits."""
+        """Refuses waiting requests that fit no pair now that the missing phase has a worker."""
         self.changes.pop(config.worker, None)
         self.peers[config.worker] = WorkerState(config)
         self.routes.joined()
@@ -58,12 +58,12 @@ class Membership:
             self.requests.finish(row, FinishReason.ERROR, never, now_s)
 
     def follow_cache(self, config: WorkerConfig) -> None:
-        """Where it is asked what workers keep."""
+        """Follows the worker's prefix cache if the routing or a peer fetch needs it."""
         if self.config.routing is Routing.CACHE_AWARE or config.peer_fetch:
             self.routes.kept.follow(config)
 
     def leaving(self, worker: WorkerId) -> None:
-        """Its process goes down: it ends what it has."""
+        """Marks a worker whose process shuts down; it finishes its requests."""
         if worker in self.peers:
             self.peers[worker].leaving = True
 
@@ -84,7 +84,7 @@ class Membership:
         self.routes.forget(worker)
 
     def _end_hopeless(self, why: str, now_s: float) -> None:
-        """Those in line that no worker can serve any more."""
+        """Ends the waiting requests that no worker can serve any more."""
         for row in list(self.requests.queue):
             if not could_ever_serve(self.routes.by_role, row.to_prefill()):
                 self.requests.finish(row, FinishReason.ERROR, why, now_s)
@@ -109,7 +109,7 @@ class Membership:
         self.timer(worker, now_s)
 
     def timer(self, worker: WorkerId, now_s: float) -> None:
-        """It is asked to leave, and again lest a word was lost; once it had its time, what it has goes on elsewhere."""
+        """Resends `Leave`; after the drain deadline, moves the worker's requests to other workers."""
         change = self.changes.get(worker)
         if change is None or change.standing is Standing.DRAINED:
             return
@@ -133,7 +133,7 @@ class Membership:
             self._tell(sender, change.number)
 
     def joined(self, sender: WorkerId, message: Joined, now_s: float) -> None:
-        """It is what it says, whoever asked for it: a router before this one may have."""
+        """Takes the worker's reported role, even if an earlier router asked for the change."""
         if sender not in self.peers:
             return
         change = self.changes.get(sender)
@@ -158,7 +158,7 @@ class Membership:
 
 
 def _is_held(row: RequestState, worker: WorkerId) -> bool:
-    """Whether something of the row is there: where it was prefilled, only until its KV has gone."""
+    """Returns True if the worker holds part of the request; a prefill worker does until its KV was sent."""
     return row.decode == worker or (row.prefill == worker and row.phase is not Phase.DECODING)
 
 

@@ -188,7 +188,7 @@ class PairSelection:
     def _reach(
         self, config: WorkerConfig, request: Request, row: RequestState, cached_tokens: int
     ) -> FetchEstimate | None:
-        """What it could fetch of the row's prompt, where it is to compute it."""
+        """Returns what the worker could fetch of the prompt instead of computing it."""
         names = row.page_names(config.page_size)[: readable_pages(request, config)]
         return self.kept.reach(config, names, cached_tokens // config.page_size)
 
@@ -199,7 +199,7 @@ class PairSelection:
         return self.directory.cached_tokens(config, row.page_names(config.page_size))
 
     def holders(self, config: WorkerConfig, row: RequestState) -> tuple[Holder, ...]:
-        """Who may lend this worker, which computes the row's prompt, some of it."""
+        """Returns the workers that may lend this prefill worker pages of the prompt."""
         names = row.page_names(config.page_size) if config.peer_fetch and config.prefix_caching else ()
         return self.kept.holders(config, names[: readable_pages(row.to_prefill(), config)]) if names else ()
 
@@ -228,14 +228,14 @@ class PairSelection:
         self.forecasts.links.restrict(configs[Role.PREFILL], configs[Role.DECODE])
 
     def forget(self, worker: WorkerId) -> None:
-        """It is gone."""
+        """Removes a lost worker."""
         self.kept.forget(worker)
         self.pace.forget(worker)
         self.forecasts.forget(worker)
         self.joined()
 
     def ended(self, row: RequestState, now_s: float) -> None:
-        """What its ledger tells is only asked for where there is a choice."""
+        """Learns from a finished request if the routing uses estimates."""
         self._objectives |= row.request.has_objectives
         asked = self._mixed or self._objectives or self._aware
         asked = asked or self.config.reserve is Reserving.CALENDAR
@@ -274,7 +274,7 @@ class PairSelection:
         return prompt_tokens if peer is None else run_tokens(prompt_tokens, peer.config.prefill_buckets)
 
     def _path(self, prefill: WorkerId, decode: WorkerId, prompt_tokens: int, now_s: float) -> PathEstimate | None:
-        """As known by now; None where nobody knows the pace of anything."""
+        """Returns the estimate of one path; None if no pace is known."""
         pace, peer = self.pace, self.peers[prefill]
         prompt_s, output_s = pace.prompt.guess(prefill, now_s), pace.output.guess(decode, now_s)
         if prompt_s is None or output_s is None:

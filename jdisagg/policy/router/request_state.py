@@ -75,7 +75,7 @@ TABLE: dict[tuple[FailureKind, Phase], Recovery] = {
 
 
 def recovery(kind: FailureKind, phase: Phase) -> Recovery:
-    """What the table says; IGNORE where it says nothing."""
+    """Returns the table's entry, or IGNORE if there is none."""
     return TABLE.get((kind, phase), Recovery.IGNORE)
 
 
@@ -94,7 +94,7 @@ LIFE = tuple(Mark)  # in the order in which an attempt reaches them
 
 
 class Waiting(StrEnum):
-    """What a row waits for; each has a deadline."""
+    """The event that a request waits for; each has a deadline."""
 
     KEEPER = "a worker that has kept it"
     RESERVATION = "a free reservation"
@@ -161,7 +161,7 @@ class RequestState:
         return continued(self.request, tuple(self.output)) if self.output else self.request
 
     def page_names(self, page_size: int) -> tuple[PageHash, ...]:
-        """Of the full pages of what is to be prefilled now; each is worked out once, however often it is routed."""
+        """Returns the names of the full pages to be prefilled now; each is computed once."""
         names = self.names.get(page_size, ())
         if (len(names) + 1) * page_size <= len(self.request.prompt) + len(self.output):
             tokens = self.to_prefill().prompt[len(names) * page_size :]
@@ -206,7 +206,7 @@ class RequestState:
             self.ledger.wire_ns += round(wire_s * 1e9)
 
     def begun(self, cached_tokens: int) -> None:
-        """Its prefill began with so many tokens of KV at hand; told of the first attempt."""
+        """Records the cached tokens with which the first attempt's prefill began."""
         if len(self.output) == len(self.request.beginning):
             self.ledger.cached_tokens = cached_tokens
 
@@ -217,7 +217,7 @@ class RequestState:
         return FinishReason.LENGTH if len(self.output) >= self.request.sampling.max_tokens else None
 
     def blamed(self, waited: WorkerId) -> WorkerId | None:
-        """Who is at fault where `waited` waited in vain: the silent other end, but for a prompt nobody but itself."""
+        """Returns the worker to avoid after `waited` timed out: the silent other end, or itself during prefill."""
         if waited == self.decode:
             return self.prefill
         return self.decode if self.phase is Phase.SHIPPING else waited

@@ -13,7 +13,7 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.planning import readable_pages
 from jdisagg.policy.promises import Promises
-from jdisagg.policy.router.admission import EarlyRejection, Late, retry_after_s
+from jdisagg.policy.router.admission import EarlyRejection, SloMiss, retry_after_s
 from jdisagg.policy.router.pair_selection import PairSelection
 from jdisagg.policy.router.request_state import (
     END_PHASE,
@@ -83,7 +83,7 @@ class RequestTable:
         """When somebody who is refused now may come again: what the line took lately."""
         return retry_after_s(len(self.queue), self._finish_gap_s)
 
-    def why_late(self, row: RequestState, now_s: float) -> Late | None:
+    def why_late(self, row: RequestState, now_s: float) -> SloMiss | None:
         """Why a new request cannot meet its objectives, as far as can be foretold; None where it may."""
         if not self.config.early_rejection:
             return None
@@ -121,7 +121,7 @@ class RequestTable:
             self.enqueue(row, now_s)
 
     def move(self, row: RequestState, why: str, now_s: float) -> None:
-        """Its attempt ends where it is, and it goes on elsewhere: nothing failed, and nothing is counted as if."""
+        """Moves a request to other workers without counting a failure."""
         natural = row.natural_end()
         if natural is not None:
             self.finish(row, natural, "", now_s)
@@ -130,7 +130,7 @@ class RequestTable:
             self.enqueue(row, now_s)
 
     def gave_back(self, row: RequestState, detail: str, now_s: float) -> None:
-        """Its decode worker holds nothing of it any more, for lack of pages: it is no failure."""
+        """Requeues a request that its decode worker preempted; not counted as a failure."""
         self.promises.over(row, found_no_room=True)
         self._abort_attempt(row, detail, now_s, row.decode)
         self.enqueue(row, now_s)
@@ -188,13 +188,13 @@ class AttemptProgress:
         self.rows, self.peers, self.out, self.aborts = requests.rows, requests.peers, requests.out, requests.aborts
 
     def _row_of(self, sender: WorkerId, attempt: Attempt) -> RequestState | None:
-        """Its row, where it runs still and `sender` has a part in it."""
+        """Returns the request's state if it still runs and `sender` takes part in the attempt."""
         row = self.rows.get(attempt.request_id)
         ours = row is not None and row.epoch == attempt.epoch and sender in (row.prefill, row.decode)
         return row if ours else None
 
     def _begun_row(self, sender: WorkerId, attempt: Attempt) -> RequestState | None:
-        """As `_row_of`, where its prefill was ordered: of what nobody has begun there is nothing to say."""
+        """Returns the request's state if its prefill was ordered; else as `_row_of`."""
         row = self._row_of(sender, attempt)
         return None if row is None or row.phase is Phase.QUEUED else row
 
@@ -216,7 +216,7 @@ class AttemptProgress:
             self.requests.enqueue(row, now_s)
 
     def follow(self, sender: WorkerId, message: Progress | Ended | Preempted, now_s: float) -> None:
-        """Of what nobody has begun there is nothing to say."""
+        """Handles a report about an attempt; ignored if its prefill was not ordered."""
         row = self._begun_row(sender, message.attempt)
         if row is None:
             return
@@ -236,7 +236,7 @@ class AttemptProgress:
                 self.requests.gave_back(row, message.detail, now_s)
 
     def _found_by_prefill(self, row: RequestState, sender: WorkerId, cached_tokens: int) -> None:
-        """Where a prompt decodes, its beginning was looked up when it was reserved for."""
+        """Compares a prefill worker's cached tokens with the directory; a decode worker's were compared before."""
         if sender != row.decode and sender in self.peers:
             self._found(row, sender, cached_tokens // self.peers[sender].config.page_size)
 

@@ -91,7 +91,7 @@ class Router:
             self.members.follow_cache(peer.config)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
+        """Returns the effects of an event at `now_s` (driver's clock, seconds), to be carried out in order."""
         match event:
             case Received(sender, message):
                 self._hear(sender, message, now_s)
@@ -125,7 +125,7 @@ class Router:
 
     @property
     def queue(self) -> list[RequestState]:
-        """Those that wait for a reservation, in order."""
+        """Returns the requests that wait for a reservation, in order."""
         return self.requests.queue
 
     # ------------------------------------------------------------ from clients

@@ -425,7 +425,7 @@ class PathEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Benefit:
-    """What disaggregating is predicted to benefit."""
+    """The predicted benefit of a pair over one colocated worker."""
 
     apart: dict[str, float]  # seconds by part
     together: dict[str, float]
@@ -458,5 +458,5 @@ def run_tokens(tokens: int, buckets: tuple[int, ...]) -> int:
 
 
 def benefit_of(apart: PathEstimate, together: PathEstimate, prompt_tokens: int, output_tokens: float) -> Benefit:
-    """What serving by a pair gains over serving by one worker. output_tokens: as expected."""
+    """Returns the benefit of a pair over one worker for the expected output tokens."""
     return Benefit(apart.parts(prompt_tokens, output_tokens), together.parts(prompt_tokens, output_tokens))

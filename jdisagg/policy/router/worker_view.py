@@ -15,7 +15,7 @@ MayPromise = Callable[["WorkerState"], bool]
 
 
 class Need:
-    """What a request asks of every worker that is weighed for it, reckoned once for all of them."""
+    """The capacity that a request needs, computed once for all workers that are weighed."""
 
     __slots__ = ("_pages", "request", "scored", "tokens")
 
@@ -26,7 +26,7 @@ class Need:
         self._pages: dict[tuple[int, int], int] = {}
 
     def pages(self, config: WorkerConfig) -> int:
-        """Of a reservation."""
+        """Returns the pages of a reservation on this worker."""
         key = config.page_size, config.reserve_tokens
         if key not in self._pages:
             self._pages[key] = predicted_pages(self.request, config)
@@ -34,7 +34,7 @@ class Need:
 
 
 def empty_view(config: WorkerConfig) -> View:
-    """Of a worker that holds nothing."""
+    """Returns the view of an empty worker."""
     return View(config.num_pages, config.num_slots + config.reservations_ahead, 0, 0)
 
 
@@ -74,7 +74,7 @@ class WorkerState:
         return pages
 
     def answered(self, attempt: Attempt, *, held: bool, ahead: bool = False) -> None:
-        """It is held, or promised (`ahead`), or not."""
+        """Records the answer to a reservation: held, promised (`ahead`) or refused."""
         pages = self.withdraw(attempt)
         if ahead:
             return
@@ -93,11 +93,11 @@ class WorkerState:
         return min(self.config.num_pages * self.config.page_size, self.config.max_model_len)
 
     def could_hold(self, request: Request) -> bool:
-        """Whether the empty worker would do: the request fits to the very end, whose last token is never fed."""
+        """Returns True if the empty worker could hold the request to its end; the last token is never fed."""
         return request.prompt_tokens + request.sampling.max_tokens <= self.longest
 
     def has_reservation_room(self, need: Need) -> bool:
-        """Whether a reservation is free, as far as is known."""
+        """Returns True if the worker has room for a reservation, as far as the router knows."""
         view = self.view
         if self.full or view.free_slots <= len(self.unanswered):
             return False
