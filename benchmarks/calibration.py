@@ -34,7 +34,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Profile
 from jdisagg.core.settings import Settings
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.profiling.profiler import Profiler, describe_machine
 from jdisagg.serve.deploy.assemble import load_executors, router_config, warm

@@ -44,7 +44,7 @@ from jdisagg.core.messages import (
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_list("workers", ["16", "128", "1000"], "of each run, half of them of each role", flag_values=FLAGS)

@@ -1,8 +1,8 @@
 """What it is worth to know where workers stand: two racks with a slow link between them, routed with and without that.
 
 Simulated: Llama-3-8B on H100s, each rack with as many prefill as decode workers, each worker with a port of its own and
-each rack with one uplink. The same requests by each routing; `predicted` with labels, and without them, so that it can
-only learn each pair's link from what travels over it.
+each rack with one uplink. The same requests by each routing; `cache_aware` with labels, and without them, so that it
+can only learn each pair's link from what travels over it.
 
     python -m benchmarks.topology --output=benchmarks/results/topology.json
 """
@@ -43,9 +43,7 @@ flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
 CASES = (
     ("least_loaded", False),
     ("cache_aware", False),
-    ("pair_affinity", False),
-    ("predicted", False),
-    ("predicted", True),
+    ("cache_aware", True),
 )
 
 

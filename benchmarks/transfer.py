@@ -35,7 +35,7 @@ from jdisagg.core.worker_config import TransferMode
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
 from jdisagg.kv.transport.config import Link
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.deploy.assemble import load_executors, router_config, warm
 from jdisagg.serve.deploy.deployment import mesh_of, resolve_deployment

@@ -9,7 +9,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 
 from jdisagg.core.errors import ConfigError, FlagError
-from jdisagg.core.settings import AT_LEAST_ONE, NOT_NEGATIVE, REMOVED, Settings
+from jdisagg.core.settings import AT_LEAST_ONE, NOT_NEGATIVE, REMOVED, REMOVED_VALUES, Settings
 
 FlagValues = flags.FlagValues
 GROUPS = ("model", "mesh", "sizes", "scheduling", "transfer", "tiers", "cluster", "server", "one-shot", "running")
@@ -118,7 +118,8 @@ def read(values: FlagValues, argv: Sequence[str], positional: str = "") -> None:
     except flags.UnrecognizedFlagError as error:
         raise FlagError(_unknown(error.flagname, list(values))) from error
     except flags.Error as error:
-        raise FlagError(str(error).replace("\n", " ")) from error
+        why = _removed_value(map(underscored, argv[1:])) or str(error).replace("\n", " ")
+        raise FlagError(why) from error
     if len(rest) == 2 and positional and not values[positional].present:
         values[positional].parse(rest.pop())
     if len(rest) > 1:
@@ -132,6 +133,8 @@ def give(values: FlagValues, name: str, value: Any, where: str) -> None:
     try:
         values[name].parse(value)
     except flags.Error as error:
+        if (name, value) in REMOVED_VALUES:
+            raise FlagError(f"{where} is {value!r}: it {REMOVED_VALUES[name, value]}") from error
         why = str(error).replace("\n", " ").partition(": ")[2]
         raise FlagError(f"{where} is {value!r}: {why}") from error
 
@@ -178,6 +181,15 @@ def underscored(argument: str) -> str:
         return argument
     name, equals, value = argument.partition("=")
     return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _removed_value(arguments: Iterable[str]) -> str:
+    """Returns the error for the first --name=value whose value was removed; empty if there is none."""
+    for argument in arguments:
+        name, _, value = argument.removeprefix("--").partition("=")
+        if (name, value) in REMOVED_VALUES:
+            return f"--{name}={value} {REMOVED_VALUES[name, value]}"
+    return ""
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -13,7 +13,7 @@ from jdisagg import command, flags, launch
 from jdisagg.commands import aot, calc, convert, plan, profile, replay, train
 from jdisagg.commands import sim as sim
 from jdisagg.core.errors import FlagError
-from jdisagg.core.settings import REMOVED
+from jdisagg.core.settings import REMOVED, Settings
 from jdisagg.llm import LLM
 
 COMMANDS = {
@@ -144,3 +144,27 @@ def test_a_removed_flag_names_its_replacement_wherever_it_is_given(tmp_path: Pat
         flags.fill(values, {})
     with pytest.raises(FlagError, match=r"^old_name was removed; use --new_name$"):
         LLM(old_name=3)
+
+
+@pytest.mark.parametrize("value", ["predicted", "pair_affinity"])
+@pytest.mark.parametrize("command", ["launch", "sim"])
+def test_a_removed_routing_names_its_replacement_wherever_it_is_given(command: str, value: str, tmp_path: Path):
+    removed, file = "was removed; use --routing=cache_aware", tmp_path / "c.toml"
+    file.write_text(f'routing = "{value}"')
+
+    def resolve(arguments: list[str], environment: dict[str, str]) -> None:
+        values = declared(command)
+        flags.read(values, [command, *arguments])
+        flags.fill(values, environment)
+        Settings(routing=values["routing"].value).check()
+
+    for arguments, environment in (
+        ([f"--routing={value}"], {}),
+        ([], {"JDISAGG_ROUTING": value}),
+        ([f"--config={file}"], {}),
+    ):
+        with pytest.raises(FlagError, match=removed) as raised:
+            resolve(arguments, environment)
+        assert "\n" not in str(raised.value) and value in str(raised.value)
+    with pytest.raises(FlagError, match=removed):
+        LLM(routing=value)

@@ -14,8 +14,8 @@ from hashlib import blake2b
 import jdisagg
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.router_config import Routing
-from jdisagg.policy import pair_selection, routing
-from jdisagg.policy.routing import Choice, RoutingRequest, WorkerSnapshot
+from jdisagg.policy.router import pair_selection, routing
+from jdisagg.policy.router.routing import Choice, RoutingRequest, WorkerSnapshot
 from jdisagg.sim.cluster import PATIENT
 from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, longest
 from jdisagg.sim.cost_models import Model, Roofline

@@ -86,9 +86,8 @@ class SizeSettings:
 class SchedulingSettings:
     """Who runs when, and what is done about failures."""
 
-    routing: str = everyday("cache_aware", "scheduling", "by what prefill and decode workers are paired",
-                           ("cache_aware", "predicted", "least_loaded", "round_robin", "pair_affinity",
-                            "random"))  # fmt: skip
+    routing: str = everyday("cache_aware", "scheduling", "how a prefill and a decode worker are chosen for a request",
+                           ("cache_aware", "least_loaded", "round_robin", "random"))  # fmt: skip
     colocated_fallback: str = everyday("auto", "scheduling", "auto: workers of both roles beside pools take requests"
                                       " that shipping is predicted to make slower", ("auto", "off"))  # fmt: skip
     early_rejection: str = setting("auto", "scheduling", "auto: requests that state ttft_s or tpot_s are refused (429)"

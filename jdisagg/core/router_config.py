@@ -9,14 +9,12 @@ RESERVE_TOKENS = 64  # output tokens reserved at first by default: servers, simu
 
 
 class Routing(StrEnum):
-    """By what the router pairs workers; see `policy/routing.py`."""
+    """How the router chooses a prefill and a decode worker; see `policy/router/routing.py`."""
 
     LEAST_LOADED = "least_loaded"  # the least outstanding work
     ROUND_ROBIN = "round_robin"  # whose turn it is
-    CACHE_AWARE = "cache_aware"  # the least work with the prompt's uncached tokens added
-    PAIR_AFFINITY = "pair_affinity"  # each prefill worker ships to its own decode workers, as long as they have room
+    CACHE_AWARE = "cache_aware"  # least predicted: queue, uncached prefill, the pair's link, decode, missed objectives
     RANDOM = "random"  # by lot
-    PREDICTED = "predicted"  # the fewest predicted seconds: queue, prefill, this pair's link, decode, and what is late
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,6 @@ class RouterConfig:
     adopt_s: float = 5.0  # that a request which another router had waits for a worker that keeps it
     first_epoch: int = 1  # over every epoch of earlier routers: workers may still hold what those asked for
     decode_token_weight: float = 4.0  # work of one output token, in prompt tokens, when workers are compared
-    ship_token_weight: float = 0.1  # the KV of one token, shipped, in prompt tokens computed
     short_token_weight: float = 2.0  # a prompt token computed beside rows that decode, which wait for it
     early_rejection: bool = True  # of requests that cannot meet the objectives they state, by prediction
     routing: Routing = Routing.LEAST_LOADED

@@ -56,6 +56,11 @@ _GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 REMOVED: dict[str, str] = {
     "reserve": "was removed; write --reserve_tokens=N: decode pages are reserved before prefill, for N output tokens",
 }
+# Values that earlier versions took, in the same form.
+REMOVED_VALUES: dict[tuple[str, str], str] = {
+    ("routing", "pair_affinity"): "was removed; use --routing=cache_aware, which weighs the link of each pair",
+    ("routing", "predicted"): "was removed; use --routing=cache_aware, which predicts all that it predicted",
+}
 LEAST_S = {
     "lease_s": 0.1,  # it is renewed three times in this
     "peer_silence_s": 0.5,  # it is broken five times in this
@@ -88,6 +93,8 @@ class Settings(
         """Raises ConfigError naming the first setting that cannot be, with its value."""
         for each in fields(self):
             value, choices = getattr(self, each.name), each.metadata["choices"]
+            if (each.name, value) in REMOVED_VALUES:
+                raise FlagError(f"--{each.name}={value} {REMOVED_VALUES[each.name, value]}")
             if choices and value not in choices:
                 raise FlagError(f"--{each.name} is {value!r}, must be one of {', '.join(choices)}")
         for name in AT_LEAST_ONE:

@@ -9,10 +9,10 @@ from jdisagg.core.messages import MOST_HOLDERS, CacheChanged, CacheHeld, Holder,
 from jdisagg.core.request import WorkerId
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.choice import Reach
 from jdisagg.policy.prefix_cache import PageHash
 from jdisagg.policy.prefix_directory import PrefixDirectory
 from jdisagg.policy.prices import COMPUTED
+from jdisagg.policy.router.routing import FetchEstimate
 
 MANY = 16  # lenders from which on a routing does not weigh what they could lend to whom
 OWN = (Tier.HBM, Tier.DRAM, Tier.DISK)
@@ -63,7 +63,7 @@ class Holdings:
 
     # ------------------------------------------------------------ what a worker could fetch
 
-    def reach(self, config: WorkerConfig, names: Sequence[PageHash], held: int) -> Reach | None:
+    def reach(self, config: WorkerConfig, names: Sequence[PageHash], held: int) -> FetchEstimate | None:
         """The source that saves this worker most behind the `held` pages that it has; None where none is known to."""
         best, saved_s = None, 0.0
         for source, stop in self._sources(config, names, held):
@@ -71,7 +71,7 @@ class Holdings:
             computed_s = self.seconds(config.worker, COMPUTED, stop - held)
             if fetched_s is not None and computed_s is not None and computed_s - fetched_s > saved_s:
                 saved_s = computed_s - fetched_s
-                best = Reach(source, stop * config.page_size, fetched_s / computed_s)
+                best = FetchEstimate(source, stop * config.page_size, fetched_s / computed_s)
         return best
 
     def _sources(self, config: WorkerConfig, names: Sequence[PageHash], held: int) -> Iterator[tuple[str, int]]:

@@ -51,11 +51,11 @@ def page_hashes(
     else:
         chain = continue_from.to_bytes(PAGE_NAME_BYTES, "little")
     content, page_bytes = array("I", tokens).tobytes(), 4 * page_size
-    names = list[int]()
+    chains = list[bytes]()
     for start in range(0, len(content) - page_bytes + 1, page_bytes):
         chain = blake2b(chain + content[start : start + page_bytes], digest_size=PAGE_NAME_BYTES).digest()
-        names.append(int.from_bytes(chain, "little"))
-    return tuple(names)
+        chains.append(chain)
+    return tuple([int.from_bytes(each, "little") for each in chains])
 
 
 def more_page_hashes(

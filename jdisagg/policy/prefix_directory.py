@@ -41,10 +41,13 @@ class KnownCache:
 
     def expect(self, names: Sequence[PageHash], most: int) -> None:
         """These will be there, as long as no more than `most` that came later are."""
+        expected, known = self.expected, self.names
         for name in reversed(names):
-            if name not in self.names:
-                self.expected[name] = None
-                self.expected.move_to_end(name)
+            if name not in known:
+                if name in expected:
+                    expected.move_to_end(name)
+                else:
+                    expected[name] = None
         self.index.add(self.worker, names)
         while len(self.expected) > most:
             name, _ = self.expected.popitem(last=False)

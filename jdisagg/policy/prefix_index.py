@@ -18,10 +18,13 @@ class PrefixIndex:
         return self._keepers.get(name, ())
 
     def add(self, worker: WorkerId, names: Iterable[PageHash]) -> None:
+        keepers, alone = self._keepers, (worker,)
         for name in names:
-            before = self._keepers.get(name, ())
-            if worker not in before:
-                self._keepers[name] = (*before, worker)
+            before = keepers.get(name)
+            if before is None:
+                keepers[name] = alone
+            elif worker not in before:
+                keepers[name] = (*before, worker)
 
     def drop(self, worker: WorkerId, names: Iterable[PageHash]) -> None:
         for name in names:

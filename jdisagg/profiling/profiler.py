@@ -32,7 +32,7 @@ from jdisagg.engine.prefill import pack
 from jdisagg.engine.runner import Runner
 from jdisagg.engine.warmup import null_batch, run_null
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.deploy.assemble import router_config
 from jdisagg.serve.deploy.deployment import Deployment

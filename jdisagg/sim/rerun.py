@@ -43,7 +43,7 @@ from jdisagg.core.messages import Message
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.tiers import MovePages, PageMove, PagesMoved
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.sim.simulation import Simulation
 from jdisagg.sim.traces import Trace

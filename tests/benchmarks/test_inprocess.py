@@ -15,7 +15,7 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.toy import ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.driver.local_service import LocalService
 from tests.serve.live_toy import MAX_LEN, PAGE_BYTES, PAGE_SIZE, worker_config

@@ -13,11 +13,11 @@ def trace():
 
 
 def test_labels_keep_kv_within_racks(trace):
-    blind, aware = topology.measure(trace, "least_loaded", False), topology.measure(trace, "predicted", True)
+    blind, aware = topology.measure(trace, "least_loaded", False), topology.measure(trace, "cache_aware", True)
     assert blind.crossed > 0.3 and aware.crossed < 0.1
     assert aware.transfer_p99_s < 0.5 * blind.transfer_p99_s
 
 
 def test_links_are_learnt_where_nobody_tells_of_racks(trace):
-    blind, learns = topology.measure(trace, "least_loaded", False), topology.measure(trace, "predicted", False)
+    blind, learns = topology.measure(trace, "least_loaded", False), topology.measure(trace, "cache_aware", False)
     assert learns.crossed < 0.5 * blind.crossed

@@ -20,10 +20,10 @@ from jdisagg.core.request import Attempt, Phase, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.handoff import WAITS, State, Timer, timer_of
-from jdisagg.policy.membership import LEAVE_TIMER
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PagePool, PageState
-from jdisagg.policy.router import CAPACITY_TIMER, Router
+from jdisagg.policy.router.membership import LEAVE_TIMER
+from jdisagg.policy.router.router import CAPACITY_TIMER, Router
 from jdisagg.policy.turns import TurnTimes
 from jdisagg.policy.worker import Worker
 from tests.explore.device import Violation, need

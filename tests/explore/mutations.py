@@ -14,8 +14,8 @@ from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, OpenGates, R
 from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Refused, Renew, Resend, Reserved
 from jdisagg.core.request import Attempt
 from jdisagg.policy.handoff import TABLE
-from jdisagg.policy.request_state import Waiting
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.request_state import Waiting
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from tests.explore.actors import Actor, ActorPatch
 
@@ -70,7 +70,7 @@ def in_state(*states: str) -> Callable[[Actor, str], bool]:
     return when
 
 
-# Routers die in no scene: `tests/policy/test_adoption.py` holds the deadline of the one wait that begins with that.
+# Routers die in no scene: `tests/policy/router/test_membership.py` tests the deadline of the one wait that begins so.
 IN_SCENES = [waiting for waiting in Waiting if waiting is not Waiting.KEEPER]
 
 

@@ -19,7 +19,7 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.planning import Order
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 
 CONSTANTS = (bool, bytes, Request, SamplingParams, Sampled, Order, RouterConfig, WorkerConfig, Enum)
 LEFT_OUT = frozenset(

@@ -35,7 +35,7 @@ from jdisagg.core.worker_config import Role
 from jdisagg.engine.toy import ToyExecutor
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.policy.message_builders import reserve_for
+from jdisagg.policy.router.request_state import reserve_for
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer

@@ -20,7 +20,7 @@ BROKEN_MODEL = """
 import sys
 from jdisagg import launch
 from jdisagg.core.events import Submit
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 
 handle = Router.handle
 

@@ -7,7 +7,7 @@ from jdisagg.core.messages import Reserve, View
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from tests.policy.bench import Bench
-from tests.policy.test_router import D, Talk
+from tests.policy.router.test_router import D, Talk
 from tests.sim.cases import pair, request, worker
 
 D2 = WorkerId("decode-2")

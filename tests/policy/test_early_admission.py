@@ -8,7 +8,7 @@ from jdisagg.core.messages import Abort, Ack, Commit
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import Gate, KVTransfer
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.message_builders import reserve_for
+from jdisagg.policy.router.request_state import reserve_for
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import request, worker
 from tests.steps import decode_runs

@@ -12,11 +12,10 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.choice import Reach, RoutingRequest, WorkerSnapshot
-from jdisagg.policy.decisions import Decision
 from jdisagg.policy.holdings import Holdings
 from jdisagg.policy.prefix_cache import packed
-from jdisagg.policy.routing import choose_pair
+from jdisagg.policy.router.decisions import Decision
+from jdisagg.policy.router.routing import FetchEstimate, RoutingRequest, WorkerSnapshot, choose_pair
 from tests.policy.test_lending import LENT, both
 from tests.policy.test_tiers import ask
 from tests.sim.cases import check_outputs, worker
@@ -98,11 +97,10 @@ def test_what_is_not_known_to_save_anything_is_not_weighed(lines):
     assert holdings.reach(ME, NAMES, 0) is None
 
 
-@pytest.mark.parametrize("routing", [Routing.CACHE_AWARE, Routing.PREDICTED])
-def test_a_decision_weighs_what_could_be_fetched_and_names_its_source(routing):
-    near = WorkerSnapshot(WorkerId("near"), Role.COLOCATED, 10.0, 0, True, reach=Reach("dram", 80, 0.1))
+def test_a_decision_weighs_what_could_be_fetched_and_names_its_source():
+    near = WorkerSnapshot(WorkerId("near"), Role.COLOCATED, 10.0, 0, True, reach=FetchEstimate("dram", 80, 0.1))
     far = WorkerSnapshot(WorkerId("far"), Role.COLOCATED, 5.0, 0, True)
-    choice = choose_pair([near, far], RoutingRequest(prompt_tokens=100), routing)
+    choice = choose_pair([near, far], RoutingRequest(prompt_tokens=100), Routing.CACHE_AWARE)
     assert choice.taken is not None and choice.taken.prefill == "near"
     assert ("fetch from dram", pytest.approx(8.0)) in choice.colocated[0].parts
     assert "fetch from dram 8" in choice.reason
@@ -110,10 +108,10 @@ def test_a_decision_weighs_what_could_be_fetched_and_names_its_source(routing):
 
 def test_what_is_cheaper_to_compute_is_not_said_to_be_fetched():
     look = WorkerSnapshot(
-        WorkerId("near"), Role.COLOCATED, 0.0, 0, True, cached_tokens=80, reach=Reach("dram", 80, 0.5)
+        WorkerId("near"), Role.COLOCATED, 0.0, 0, True, cached_tokens=80, reach=FetchEstimate("dram", 80, 0.5)
     )
     choice = choose_pair([look], RoutingRequest(prompt_tokens=100), Routing.CACHE_AWARE)
-    assert choice.colocated[0].parts == (("work", 0.0), ("prefill", 20.0))
+    assert choice.colocated[0].parts == (("queue", 0.0), ("prefill", 20.0), ("decode", 0.0))
 
 
 def test_workers_tell_what_pages_cost_them_and_the_router_reckons_with_it():

@@ -11,7 +11,7 @@ from jdisagg.core.messages import Reserved, StartPrefill
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role, TransferMode
-from jdisagg.policy.message_builders import reserve_for
+from jdisagg.policy.router.request_state import reserve_for
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import worker
 from tests.steps import runs_prefill

@@ -20,7 +20,7 @@ from jdisagg.policy.cache_changes import CacheChanges
 from jdisagg.policy.prefix_cache import PrefixCache, packed, page_hashes
 from jdisagg.policy.prefix_directory import AGAIN, PrefixDirectory
 from tests.policy.bench import Bench
-from tests.policy.test_router import Talk
+from tests.policy.router.test_router import Talk
 from tests.sim.cases import check_ended, colocated, definition, pair, request, run_all, sent, worker
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World

@@ -3,7 +3,8 @@
 import pytest
 
 from jdisagg.core.tiers import Tier
-from jdisagg.policy.prices import COMPUTED, FORGET_S, LONGEST_PAUSE_S, Line, Prices
+from jdisagg.policy.prices import COMPUTED, LONGEST_PAUSE_S, Prices
+from jdisagg.policy.router.estimates import FORGET_S, LinearFit
 from jdisagg.policy.step_times import StepTimes
 
 
@@ -17,7 +18,7 @@ def measured(fetched: float, computed: float, tier: Tier = Tier.DRAM) -> Prices:
 
 
 def test_a_line_finds_what_a_move_and_what_a_page_costs():
-    line = Line()
+    line = LinearFit()
     for pages in (1, 8, 3, 64, 16) * 3:
         line.learn(pages, 0.002 + 0.0005 * pages, now_s=1.0)
     assert line.fit() == pytest.approx((0.002, 0.0005))
@@ -25,14 +26,14 @@ def test_a_line_finds_what_a_move_and_what_a_page_costs():
 
 
 def test_sizes_that_are_all_alike_cost_by_the_page():
-    line = Line()
+    line = LinearFit()
     for _ in range(5):
         line.learn(4, 0.008, now_s=0.0)
     assert line.fit() == (0.0, pytest.approx(0.002)) and line.at(8, now_s=0.0) == pytest.approx(0.016)
 
 
 def test_a_line_never_falls_and_nothing_costs_less_than_nothing():
-    line = Line()
+    line = LinearFit()
     for pages, seconds in ((1, 0.010), (10, 0.004), (20, 0.001)) * 4:
         line.learn(pages, seconds, now_s=0.0)
     first, last = line.at(1, 0.0), line.at(500, 0.0)
@@ -40,14 +41,14 @@ def test_a_line_never_falls_and_nothing_costs_less_than_nothing():
 
 
 def test_what_took_no_time_or_no_page_teaches_nothing():
-    line = Line()
+    line = LinearFit()
     line.learn(0, 1.0, now_s=0.0)
     line.learn(4, 0.0, now_s=0.0)
     assert line.at(4, now_s=0.0) is None
 
 
 def test_a_machine_that_slowed_down_is_believed_soon():
-    line = Line()
+    line = LinearFit()
     for each in (0.001, 0.01):
         for _ in range(30):
             line.learn(8, 8 * each, now_s=0.0)
@@ -85,8 +86,8 @@ def test_a_source_that_fails_is_left_alone_for_longer_and_longer():
     for _ in range(9):
         prices.failed(Tier.POOL, now_s)
         assert not prices.usable(Tier.POOL, now_s) and prices.usable(Tier.DRAM, now_s)
-        pauses.append(prices.troubles[Tier.POOL].until_s - now_s)
-        now_s = prices.troubles[Tier.POOL].until_s
+        pauses.append(prices.backoffs[Tier.POOL].until_s - now_s)
+        now_s = prices.backoffs[Tier.POOL].until_s
         assert prices.usable(Tier.POOL, now_s)
     assert pauses == sorted(pauses) and pauses[:3] == [1.0, 2.0, 4.0] and pauses[-1] == LONGEST_PAUSE_S
 
@@ -98,7 +99,7 @@ def test_an_answer_ends_the_trouble():
     prices.answered(Tier.DISK)
     assert prices.usable(Tier.DISK, 0.0)
     prices.failed(Tier.DISK, 0.0)
-    assert prices.troubles[Tier.DISK].pause_s == 1.0
+    assert prices.backoffs[Tier.DISK].pause_s == 1.0
 
 
 def test_steps_in_a_row_take_the_time_since_the_one_before():

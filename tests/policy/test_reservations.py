@@ -16,11 +16,10 @@ from jdisagg.core.messages import Abort, Commit, Preempted
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.message_builders import reserve, reserve_for
 from jdisagg.policy.page_pool import PagePool
 from jdisagg.policy.planning import order_of, tail_tokens
 from jdisagg.policy.prefix_cache import PAGE_NAME_BYTES, packed, page_hashes, unpacked
-from jdisagg.policy.request_state import RequestState
+from jdisagg.policy.router.request_state import RequestState, build_reserve, reserve_for
 from jdisagg.policy.shared_pages import SharedPages
 from tests.policy.bench import OTHER, Bench
 from tests.sim.cases import definition, pair, request, run_all, sent, worker
@@ -48,7 +47,7 @@ def size_of(noun: Any) -> int:
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_a_reservation_for_a_long_prompt_does_not_carry_its_tokens(prefix_caching: bool):
     config = replace(KEEPS, page_size=16, prefix_caching=prefix_caching)
-    message = reserve(row_of(long_prompt(100_000)), config, RouterConfig())
+    message = build_reserve(row_of(long_prompt(100_000)), config, RouterConfig())
     names = (100_000 // 16) * PAGE_NAME_BYTES if prefix_caching else 0
     assert len(message.page_names) == names and not any(isinstance(each, list) for each in encode(message).values())
     assert size_of(message) < 4 * names / 3 + 400
@@ -56,7 +55,7 @@ def test_a_reservation_for_a_long_prompt_does_not_carry_its_tokens(prefix_cachin
 
 
 def test_what_a_reservation_says_comes_back_as_it_was_said():
-    message = reserve(row_of(long_prompt(70)), KEEPS, RouterConfig())
+    message = build_reserve(row_of(long_prompt(70)), KEEPS, RouterConfig())
     assert decode(json.loads(json.dumps(encode(message)))) == message
     assert unpacked(message.page_names) == page_hashes(long_prompt(70).prompt, KEEPS.page_size)
 
@@ -87,7 +86,7 @@ def test_an_answers_pages_are_named_from_the_prompts_names_and_its_tail_alone(
 ):
     config = replace(KEEPS, page_size=page_size)
     each = Request(RequestId("a"), prompt, SamplingParams(max_tokens=64, presence_penalty=penalty), cache_salt="tenant")
-    message = reserve(row_of(each), config, RouterConfig())
+    message = build_reserve(row_of(each), config, RouterConfig())
     tail = prompt[len(prompt) - tail_tokens(each, config) :]
     named = SharedPages(config, PagePool(8)).names_with(message, tail, output)
     assert named == page_hashes(prompt + output, page_size, "tenant")

@@ -18,7 +18,7 @@ from jdisagg.core.tiers import MovePages, Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.role_change import TABLE, Signal, Standing, next_standing, why_not
 from tests.policy.bench import Bench
-from tests.policy.test_router import Talk
+from tests.policy.router.test_router import Talk
 from tests.sim.cases import check_outputs, definition, pair, request, run_all, sent, worker
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World

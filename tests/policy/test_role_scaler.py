@@ -110,7 +110,7 @@ def test_a_load_without_contrast_flips_nobody():
     assert world.asked == []
 
 
-@pytest.mark.parametrize("routing", [Routing.PREDICTED, Routing.CACHE_AWARE])
+@pytest.mark.parametrize("routing", [Routing.CACHE_AWARE, Routing.ROUND_ROBIN])
 def test_every_routing_serves_while_roles_change(routing):
     world = ScaledWorld(house(1, 4), RouterConfig(routing=routing, queue_timeout_s=0), SLOW)
     course = prompts(70, 20.0) + outputs(15, 10.0, 22.0)

@@ -33,8 +33,8 @@ from jdisagg.core.messages import (
 )
 from jdisagg.core.request import BROKEN, Attempt, FinishReason, RequestId, Sampled, WorkerId
 from jdisagg.core.worker_config import Role, TransferMode
-from jdisagg.policy.message_builders import reserve_for
 from jdisagg.policy.page_pool import PageState
+from jdisagg.policy.router.request_state import reserve_for
 from tests.policy.bench import OTHER, Bench
 from tests.sim.cases import definition, request, stopping, worker
 

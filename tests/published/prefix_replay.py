@@ -19,9 +19,15 @@ from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.steps import KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.choice import Candidate, RoutingRequest, WorkerSnapshot
 from jdisagg.policy.prefix_cache import PrefixCache
-from jdisagg.policy.routing import choose_pair
+from jdisagg.policy.router.routing import (
+    Candidate,
+    CostForecast,
+    FetchEstimate,
+    RoutingRequest,
+    WorkerSnapshot,
+    choose_pair,
+)
 from jdisagg.sim.cost_models import CostModel, Model, Roofline
 from jdisagg.sim.fast_forward import SimulatedSequence as Length
 from jdisagg.sim.hardware import hardware
@@ -159,7 +165,9 @@ def replay(
     ttft_s, node_s, cached = [], [], []
     for number, (now_s, tokens, names) in enumerate(rows):
         looks = {node.name: node.look(names, trace.block_tokens, tokens - 1, now_s) for node in pool}
-        routed = RoutingRequest(f"r{number}", tokens, number, seed, price.prefill, price.fetch)
+        looks = with_fetches(looks, tokens, price)
+        forecast = CostForecast(prefill=lambda look, left, tokens=tokens: price.prefill(tokens, tokens - left))
+        routed = RoutingRequest(f"r{number}", tokens, number, seed, forecast)
         choice = choose_pair([*looks.values(), DECODER], routed, routing)
         assert choice.taken is not None, "prefill nodes have always room here"
         node = by_name[choice.taken.prefill]
@@ -174,12 +182,30 @@ def replay(
     return Replayed(np.array(ttft_s), np.array(node_s), np.array(cached), trace.input_tokens)
 
 
+def with_fetches(
+    looks: dict[WorkerId, WorkerSnapshot], tokens: int, price: PromptPrice
+) -> dict[WorkerId, WorkerSnapshot]:
+    """Returns the snapshots with what each node could fetch from the one that holds the longest prefix.
+
+    Mooncake (Qin et al., FAST 2025), algorithm 1, without its threshold: both ways are priced and the lesser counts.
+    """
+    holder = max(looks.values(), key=lambda look: look.cached_tokens)
+    found = dict(looks)
+    for name, look in looks.items():
+        missing = holder.cached_tokens - look.cached_tokens
+        fetch_s = price.fetch(missing) if missing > 0 else math.inf
+        if fetch_s < math.inf:
+            saved_s = price.prefill(tokens, look.cached_tokens) - price.prefill(tokens, holder.cached_tokens)
+            found[name] = look._replace(reach=FetchEstimate(holder.worker, holder.cached_tokens, fetch_s / saved_s))
+    return found
+
+
 def _spent(
     taken: Candidate, looks: dict[WorkerId, WorkerSnapshot], tokens: int, price: PromptPrice
 ) -> tuple[float, int]:
     """Seconds of the node that was taken, a fetch included, and the tokens that it had or got."""
-    parts = dict(taken.parts)
-    if "fetch" in parts:
-        return parts["fetch"] + parts["prefill"], max(look.cached_tokens for look in looks.values())
-    cached_tokens = looks[taken.worker].cached_tokens
+    parts, look = dict(taken.parts), looks[taken.worker]
+    if look.reach is not None and f"fetch from {look.reach.source}" in parts:
+        return parts[f"fetch from {look.reach.source}"] + parts["prefill"], look.reach.tokens
+    cached_tokens = look.cached_tokens
     return price.prefill(tokens, cached_tokens), cached_tokens

@@ -20,7 +20,7 @@ from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.toy import ToyExecutor
 from jdisagg.kv.tiers.stores import DramStore
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.deploy.pools import place_of
 from jdisagg.serve.driver.driver import Observer

@@ -12,7 +12,7 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.prefix_cache import packed, page_hashes
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.observability.cluster_view import holders_of
 from tests.sim.cases import worker

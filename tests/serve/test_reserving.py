@@ -12,7 +12,7 @@ from jdisagg.core.messages import Preempted
 from jdisagg.core.request import FinishReason, Request, RequestId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.engine.executor import Executor
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from tests.engine import stacks
 from tests.serve.live_http import eventually
 from tests.serve.test_broken_machines import Stack, answers, started

@@ -31,7 +31,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import TransferMode, WorkerConfig
 from jdisagg.engine.toy import VOCAB, ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.deploy.assemble import build
 from jdisagg.serve.deploy.deployment import resolve_deployment

@@ -1,4 +1,4 @@
-"""A worker that is slower than its like is given less: its pace is measured, and weighs where pairs are predicted."""
+"""A worker that is slower than its like is given less: its pace is measured, and `cache_aware` weighs it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def served_by(routing: Routing, slow: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("slow", "quick"), [("decode-1", "decode-0"), ("prefill-1", "prefill-0")])
-def test_the_slower_of_two_is_given_less_where_pairs_are_predicted(slow: str, quick: str):
-    served = served_by(Routing.PREDICTED, slow)
+def test_cache_aware_gives_the_slower_of_two_workers_less(slow: str, quick: str):
+    served = served_by(Routing.CACHE_AWARE, slow)
     assert 0 < served[slow] < served[quick] / 2
     equal = served_by(Routing.ROUND_ROBIN, slow)
     assert equal[slow] == equal[quick]

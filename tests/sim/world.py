@@ -46,7 +46,7 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import PendingStep
 from jdisagg.engine.gates import HeldStep
 from jdisagg.engine.toy import ToyExecutor, ToyFault, ToyShipment
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from tests.policy.tier_yard import TierYard
 from tests.sim.costs import Costs

@@ -31,7 +31,7 @@ from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
 from jdisagg.model.checkpoint import read_defaults
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.certificates import kv_contexts, server_credentials
 from jdisagg.serve.cluster.control_server import ControlServer

@@ -33,7 +33,7 @@ from jdisagg.model.sources import HFSource
 from jdisagg.model.sources import Source as WeightSource
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.autoscaler import Scaling
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.deploy.compression_costs import post_compression_costs
 from jdisagg.serve.deploy.deployment import AUTO, STORED, Deployment, WorkerShapes

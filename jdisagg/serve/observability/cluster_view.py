@@ -15,11 +15,11 @@ from prometheus_client.samples import Sample
 
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.decisions import Decision
 from jdisagg.policy.holdings import Holdings
 from jdisagg.policy.prefix_cache import PageHash, page_hashes
 from jdisagg.policy.prices import COMPUTED
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.decisions import Decision
+from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.driver.service import Service
 from jdisagg.serve.frontends.text import dump
@@ -201,5 +201,5 @@ def _described(worker: Worker, names: Sequence[PageHash], now_s: float) -> dict[
     ]
     sources += [source for source in [*tiers.prices.lines] if source not in sources]  # other workers
     seconds = {str(source): tiers.prices.seconds(source, len(names), now_s) for source in sources}
-    alone = [str(source) for source in [*tiers.prices.troubles] if not tiers.prices.usable(source, now_s)]
+    alone = [str(source) for source in [*tiers.prices.backoffs] if not tiers.prices.usable(source, now_s)]
     return _row(config, held, seconds, alone)

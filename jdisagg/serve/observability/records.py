@@ -65,8 +65,8 @@ from jdisagg.core.messages import (
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.decisions import Decision
-from jdisagg.policy.request_state import END_PHASE, PHASE_OF_MARK
+from jdisagg.policy.router.decisions import Decision
+from jdisagg.policy.router.request_state import END_PHASE, PHASE_OF_MARK
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.deploy.pools import Place
 from jdisagg.serve.observability.step_log import KEPT, StepLog

@@ -26,7 +26,7 @@ from jdisagg.sim.measured import cluster_spec_of
 # affinity) each pair keeps within a node, or each pair of equal stages does. Here both are candidates, and what
 # they carry decides.
 
-PAIRING = Routing.PREDICTED  # what keeps requests to pairs of one domain, as long as that is quicker
+PAIRING = Routing.CACHE_AWARE  # what keeps requests to pairs of one domain, as long as that is quicker
 
 
 @dataclass(frozen=True, slots=True)

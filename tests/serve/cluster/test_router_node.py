@@ -23,7 +23,7 @@ from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from jdisagg.serve.cluster.link import Heartbeat, Link
 from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, records
 from jdisagg.serve.cluster.role_options import Option, options_json

@@ -1,5 +1,7 @@
 """The router, word by word; the test speaks for every worker."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
@@ -37,7 +39,7 @@ from jdisagg.core.messages import (
 from jdisagg.core.request import Attempt, FinishReason, Phase, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.router import Router
+from jdisagg.policy.router.router import Router
 from tests.sim.cases import pair, request, worker
 
 A1 = Attempt(RequestId("a"), 1)

@@ -1,4 +1,4 @@
-"""What the router knows of one worker: its word of what is free, and the work sent there that has not ended."""
+"""The router's view of one worker: its reported free capacity, and the work sent there that has not ended."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from jdisagg.core.messages import View
 from jdisagg.core.request import Attempt, Request, RequestId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.choice import WorkerSnapshot
 from jdisagg.policy.planning import predicted_pages
+from jdisagg.policy.router.routing import WorkerSnapshot
 
 
 class Need:
-    """What a request asks of every worker that is weighed for it, reckoned once for all of them."""
+    """The capacity that a request needs, computed once for all workers that are weighed."""
 
     __slots__ = ("_pages", "request", "scored", "tokens")
 
@@ -23,7 +23,7 @@ class Need:
         self._pages: dict[tuple[int, int], int] = {}
 
     def pages(self, config: WorkerConfig) -> int:
-        """Of a reservation."""
+        """Returns the pages of a reservation on this worker."""
         key = config.page_size, config.reserve_tokens
         if key not in self._pages:
             self._pages[key] = predicted_pages(self.request, config)
@@ -31,7 +31,7 @@ class Need:
 
 
 def empty_view(config: WorkerConfig) -> View:
-    """Of a worker that holds nothing."""
+    """Returns the view of an empty worker."""
     return View(config.num_pages, config.num_slots + config.reservations_ahead, 0, 0)
 
 
@@ -71,7 +71,7 @@ class WorkerState:
         return pages
 
     def answered(self, attempt: Attempt, *, held: bool) -> None:
-        """Books the answer to a reservation: held or refused."""
+        """Records the answer to a reservation: held or refused."""
         pages = self.withdraw(attempt)
         if held:
             free_slots, free_pages = self.view.free_slots - 1, self.view.free_pages - pages
@@ -88,15 +88,18 @@ class WorkerState:
         return min(self.config.num_pages * self.config.page_size, self.config.max_model_len)
 
     def could_hold(self, request: Request) -> bool:
-        """Whether the empty worker would do: the request fits to the very end, whose last token is never fed."""
+        """Returns True if the empty worker could hold the request to its end; the last token is never fed."""
         return request.prompt_tokens + request.sampling.max_tokens <= self.longest
 
     def has_reservation_room(self, need: Need) -> bool:
-        """Whether a reservation is free, as far as is known."""
+        """Returns True if the worker has room for a reservation, as far as the router knows."""
         view = self.view
         if self.full or view.free_slots <= len(self.unanswered):
             return False
-        return view.free_pages - self.asked_pages >= need.pages(self.config)
+        free, config = view.free_pages - self.asked_pages, self.config
+        if free * config.page_size >= need.tokens:  # more than any reservation takes
+            return True
+        return free >= need.pages(config)
 
     # ------------------------------------------------------------ work
 
@@ -122,17 +125,14 @@ class WorkerState:
     def snapshot(
         self,
         need: Need,
-        *,
         avoided: bool,
         ask_anyway: bool,
         cached_tokens: int = 0,
     ) -> WorkerSnapshot:
         config = self.config
-        room = now = need.tokens <= self.longest and not self.leaving
+        room = need.tokens <= self.longest and not self.leaving
         role = config.role
         if room and role is not Role.PREFILL:
-            room = now = self.has_reservation_room(need) or (ask_anyway and not self.unanswered)
+            room = self.has_reservation_room(need) or (ask_anyway and not self.unanswered)
         short = 0 if need.scored else config.short_prompt_tokens  # a scored prompt is computed whole
-        return WorkerSnapshot(
-            config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens, short, now
-        )
+        return WorkerSnapshot(config.worker, role, self.work_tokens, self.served, room, avoided, cached_tokens, short)

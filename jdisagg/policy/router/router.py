@@ -48,20 +48,23 @@ from jdisagg.core.messages import (
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy import deadlines, message_builders
-from jdisagg.policy.admission import has_adapter_room, missing_phase, why_rejected
-from jdisagg.policy.adoption import Adoption
-from jdisagg.policy.attempt_progress import AttemptProgress
-from jdisagg.policy.choice import Pair
-from jdisagg.policy.decisions import Decision, Verdict, unheard
-from jdisagg.policy.failures import Failure
-from jdisagg.policy.membership import LEAVE_TIMER, Membership
 from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.pair_selection import PairSelection
 from jdisagg.policy.planning import order_of
-from jdisagg.policy.request_state import FAILURE_OF_WAIT, RequestState, Waiting
-from jdisagg.policy.request_table import RequestTable
-from jdisagg.policy.worker_state import WorkerState
+from jdisagg.policy.router.admission import has_adapter_room, missing_phase, why_rejected
+from jdisagg.policy.router.decisions import Decision, Verdict, unheard
+from jdisagg.policy.router.membership import LEAVE_TIMER, Adoption, Membership
+from jdisagg.policy.router.pair_selection import PairSelection
+from jdisagg.policy.router.request_state import (
+    FAILURE_OF_WAIT,
+    Failure,
+    RequestState,
+    Waiting,
+    build_reserve,
+    check_deadline,
+)
+from jdisagg.policy.router.requests import AttemptProgress, RequestTable
+from jdisagg.policy.router.routing import Pair
+from jdisagg.policy.router.worker_view import WorkerState
 
 CAPACITY_TIMER = "capacity"
 
@@ -88,7 +91,7 @@ class Router:
             self.members.follow_cache(peer.config)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
+        """Returns the effects of an event at `now_s` (driver's clock, seconds), to be carried out in order."""
         match event:
             case Received(sender, message):
                 self._hear(sender, message, now_s)
@@ -122,7 +125,7 @@ class Router:
 
     @property
     def queue(self) -> list[RequestState]:
-        """Those that wait for a reservation, in order."""
+        """Returns the requests that wait for a reservation, in order."""
         return self.requests.queue
 
     # ------------------------------------------------------------ from clients
@@ -191,7 +194,7 @@ class Router:
         decode = self.peers[pair.decode]
         decode.ask(row.attempt, request)
         holders = self.routes.holders(decode.config, row) if pair.prefill == pair.decode else ()
-        self.out.send(pair.decode, message_builders.reserve(row, decode.config, self.config, holders))
+        self.out.send(pair.decode, build_reserve(row, decode.config, self.config, holders))
         row.ledger.mark(Mark.RESERVE_SENT, now_s)
         self.requests.wait(row, Waiting.ANSWER, now_s + self.config.handoff_timeout_s)
 
@@ -244,7 +247,7 @@ class Router:
             self.aborts.timer(key, now_s)
 
     def _row_timer(self, row: RequestState | None, now_s: float) -> None:
-        if row is None or not deadlines.runs_out(self.out, row, now_s):
+        if row is None or not check_deadline(self.out, row, now_s):
             return
         detail = f"waited for {row.waiting} until its deadline"
         if row.waiting is Waiting.KEEPER:

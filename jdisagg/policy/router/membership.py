@@ -1,21 +1,26 @@
-"""Which workers the router has: they join, leave, are lost, and change their role; what becomes of requests then."""
+"""Workers that join, leave, change their role or are lost, and the requests that an earlier router had.
+
+A router that takes over knows no request. Workers that still run one report it (`Kept`), clients that still wait for
+one submit it again with its output so far; the router joins both, or starts the request again.
+"""
 
 from __future__ import annotations
 
+import math
 from itertools import count
 
 from jdisagg.core.events import ChangeRole, SetTimer, WorkerStands
-from jdisagg.core.messages import Joined, Leave, Left
-from jdisagg.core.request import FinishReason, Phase, WorkerId
+from jdisagg.core.ledger import Mark
+from jdisagg.core.messages import Abort, Adopt, Joined, Kept, Leave, Left
+from jdisagg.core.request import Attempt, FinishReason, Phase, RequestId, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.admission import could_ever_serve, may_be_served, why_never
-from jdisagg.policy.decisions import Verdict
-from jdisagg.policy.failures import Failure, FailureKind
-from jdisagg.policy.request_state import RequestState
-from jdisagg.policy.request_table import RequestTable
 from jdisagg.policy.role_change import RoleChange, Signal, Standing, why_not
-from jdisagg.policy.worker_state import WorkerState
+from jdisagg.policy.router.admission import could_ever_serve, may_be_served, why_never
+from jdisagg.policy.router.decisions import Verdict
+from jdisagg.policy.router.request_state import Failure, FailureKind, RequestState, Waiting
+from jdisagg.policy.router.requests import RequestTable
+from jdisagg.policy.router.worker_view import WorkerState
 
 LEAVE_TIMER = "leave"
 
@@ -38,7 +43,7 @@ class Membership:
     # ------------------------------------------------------------ coming and going
 
     def join(self, config: WorkerConfig, now_s: float) -> None:
-        """Who waited for a phase to have a worker, and was never tried, learns now whether it fits."""
+        """Refuses waiting requests that fit no pair now that the missing phase has a worker."""
         self.changes.pop(config.worker, None)
         self.peers[config.worker] = WorkerState(config)
         self.routes.joined()
@@ -53,12 +58,12 @@ class Membership:
             self.requests.finish(row, FinishReason.ERROR, never, now_s)
 
     def follow_cache(self, config: WorkerConfig) -> None:
-        """Where it is asked what workers keep."""
-        if self.config.routing in (Routing.CACHE_AWARE, Routing.PREDICTED) or config.peer_fetch:
+        """Follows the worker's prefix cache if the routing or a peer fetch needs it."""
+        if self.config.routing is Routing.CACHE_AWARE or config.peer_fetch:
             self.routes.kept.follow(config)
 
     def leaving(self, worker: WorkerId) -> None:
-        """Its process goes down: it ends what it has."""
+        """Marks a worker whose process shuts down; it finishes its requests."""
         if worker in self.peers:
             self.peers[worker].leaving = True
 
@@ -79,7 +84,7 @@ class Membership:
         self.routes.forget(worker)
 
     def _end_hopeless(self, why: str, now_s: float) -> None:
-        """Those in line that no worker can serve any more."""
+        """Ends the waiting requests that no worker can serve any more."""
         for row in list(self.requests.queue):
             if not could_ever_serve(self.routes.by_role, row.to_prefill()):
                 self.requests.finish(row, FinishReason.ERROR, why, now_s)
@@ -104,7 +109,7 @@ class Membership:
         self.timer(worker, now_s)
 
     def timer(self, worker: WorkerId, now_s: float) -> None:
-        """It is asked to leave, and again lest a word was lost; once it had its time, what it has goes on elsewhere."""
+        """Resends `Leave`; after the drain deadline, moves the worker's requests to other workers."""
         change = self.changes.get(worker)
         if change is None or change.standing is Standing.DRAINED:
             return
@@ -128,7 +133,7 @@ class Membership:
             self._tell(sender, change.number)
 
     def joined(self, sender: WorkerId, message: Joined, now_s: float) -> None:
-        """It is what it says, whoever asked for it: a router before this one may have."""
+        """Takes the worker's reported role, even if an earlier router asked for the change."""
         if sender not in self.peers:
             return
         change = self.changes.get(sender)
@@ -153,5 +158,79 @@ class Membership:
 
 
 def _is_held(row: RequestState, worker: WorkerId) -> bool:
-    """Whether something of the row is there: where it was prefilled, only until its KV has gone."""
+    """Returns True if the worker holds part of the request; a prefill worker does until its KV was sent."""
     return row.decode == worker or (row.prefill == worker and row.phase is not Phase.DECODING)
+
+
+ADOPTED = (Phase.PREFILLING, Phase.SHIPPING, Phase.DECODING)  # a row goes through them in one go
+
+
+class Adoption:
+    """The streams that workers keep and nobody has asked for yet."""
+
+    def __init__(self, requests: RequestTable) -> None:
+        self.requests, self.config, self.out = requests, requests.config, requests.out
+        self.kept: dict[RequestId, tuple[WorkerId, Kept]] = {}
+
+    def resumed(self, row: RequestState, now_s: float) -> None:
+        """A new row that another router had: it is taken over, or waits for a worker that says it has kept it."""
+        natural = row.natural_end()
+        worker, kept = self.kept.pop(row.request_id, (None, None))
+        if natural is not None:  # only its end was not told
+            if worker is not None and kept is not None:
+                self._refuse(worker, kept)
+            self.requests.rows[row.request_id] = row
+            row.enter(Phase.PREFILLING)  # as it was, somewhere
+            self.requests.finish(row, natural, "", now_s)
+            return
+        self.requests.rows[row.request_id] = row
+        self.requests.wait(row, Waiting.KEEPER, now_s + self.config.adopt_s)
+        if worker is not None and kept is not None:
+            self.told(worker, kept, now_s)
+
+    def told(self, sender: WorkerId, kept: Kept, now_s: float) -> None:
+        """A worker has kept this."""
+        row = self.requests.rows.get(kept.attempt.request_id)
+        if sender not in self.requests.peers:
+            return
+        if row is None:
+            self.kept[kept.attempt.request_id] = sender, kept
+        elif self._may_adopt(row, kept):
+            self._adopt(row, sender, kept, now_s)
+        else:
+            self._refuse(sender, kept)
+
+    def _may_adopt(self, row: RequestState, kept: Kept) -> bool:
+        """Nobody else works for it, and its client lacks nothing that was drawn elsewhere."""
+        scored = row.request.sampling.reads_prompt and not row.output
+        free = row.waiting is Waiting.KEEPER or (row.waiting is Waiting.RESERVATION and row.phase is Phase.QUEUED)
+        return free and not scored and kept.num_output <= len(row.output)
+
+    def _adopt(self, row: RequestState, worker: WorkerId, kept: Kept, now_s: float) -> None:
+        if row in self.requests.queue:
+            self.requests.queue.remove(row)
+        row.epoch, row.decode, row.num_before = kept.attempt.epoch, worker, len(row.output)
+        for phase in ADOPTED:
+            row.enter(phase)
+        row.ledger.mark(Mark.FIRST_STEP, now_s)
+        tokens = row.request.sampling.max_tokens * self.config.decode_token_weight
+        self.requests.peers[worker].book(row.request_id, 0.0, tokens)
+        self.out.send(worker, Adopt(row.attempt, len(row.output)))
+        self.requests.wait(row, Waiting.TOKEN, now_s + self.config.stall_timeout_s)
+
+    def _refuse(self, worker: WorkerId, kept: Kept) -> None:
+        self.out.send(worker, Abort(kept.attempt, "nobody asks for what was kept"))
+
+    def waited(self, row: RequestState, now_s: float) -> None:
+        """No worker has kept it."""
+        deadline_s = now_s + (self.config.queue_timeout_s or math.inf)
+        row.queue_deadline_s = max(row.queue_deadline_s, deadline_s)
+        self.requests.add(row)
+
+    def gave_up(self, sender: WorkerId, attempt: Attempt) -> None:
+        """A worker keeps this no longer."""
+        if self.kept.get(attempt.request_id, (None, None))[0] == sender:
+            del self.kept[attempt.request_id]
+
+    def lose(self, worker: WorkerId) -> None:
+        self.kept = {name: each for name, each in self.kept.items() if each[0] != worker}

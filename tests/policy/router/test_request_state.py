@@ -1,12 +1,12 @@
 """The table of failures leaves nothing open: each deadline and each loss has its recovery in every phase it can
-come.
-"""
+come."""
+
+from __future__ import annotations
 
 import pytest
 
 from jdisagg.core.request import Phase
-from jdisagg.policy.failures import TABLE, FailureKind, Recovery, recovery
-from jdisagg.policy.request_state import FAILURE_OF_WAIT, Waiting
+from jdisagg.policy.router.request_state import FAILURE_OF_WAIT, TABLE, FailureKind, Recovery, Waiting, recovery
 
 LIVE = (Phase.QUEUED, Phase.PREFILLING, Phase.SHIPPING, Phase.DECODING)
 

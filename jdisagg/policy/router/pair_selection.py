@@ -1,26 +1,118 @@
-"""The router's path from a row to a pair: what it knows of its workers, put before the routing it was given."""
+"""Chooses a pair for a request: takes snapshots of the workers, asks the routing, and records the decision.
+
+In a large cluster not all workers are weighed: the next few in turn, their neighbours, and some that hold the beginning
+of the prompt. The least loaded of a few is nearly the least loaded of all (Mitzenmacher), and the workers that hold a
+prefix are looked up by its pages: a decision among a thousand workers costs as much as among a hundred.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from jdisagg.core.labels import SHARED_BY
 from jdisagg.core.messages import Holder
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.choice import FAILED, RANKS, UNASKED, Choice, Forecast, Pair, Reach, RoutingRequest, WorkerSnapshot
-from jdisagg.policy.decisions import Decision, Verdict
-from jdisagg.policy.fallback import PathEstimate, benefit_of, run_tokens
-from jdisagg.policy.forecasts import Forecasts
 from jdisagg.policy.holdings import Holdings
-from jdisagg.policy.pace import Pace
 from jdisagg.policy.planning import readable_pages
 from jdisagg.policy.prefix_cache import PageHash
-from jdisagg.policy.request_state import RequestState
-from jdisagg.policy.routing import choose_pair
-from jdisagg.policy.sample import Sample
-from jdisagg.policy.worker_state import Need, WorkerState
+from jdisagg.policy.prefix_index import PrefixIndex
+from jdisagg.policy.router.decisions import Decision, Verdict
+from jdisagg.policy.router.estimates import Forecasts, Pace
+from jdisagg.policy.router.request_state import RequestState
+from jdisagg.policy.router.routing import (
+    FAILED,
+    RANKS,
+    WORK_FORECAST,
+    Choice,
+    FetchEstimate,
+    Pair,
+    PathEstimate,
+    RoutingRequest,
+    WorkerSnapshot,
+    benefit_of,
+    choose_pair,
+    run_tokens,
+)
+from jdisagg.policy.router.worker_view import Need, WorkerState
+
+MANY = 64  # workers of one role from which on not all are weighed for each request
+WEIGHED = 4  # workers of such a role that are weighed: the next in turn
+KEEPERS = 8  # workers that hold the prompt's beginning, weighed besides
+SAMPLED = (Routing.LEAST_LOADED, Routing.RANDOM, Routing.CACHE_AWARE)  # the routings for which a few stand for all
+
+Place = tuple[str, str]  # a label's name and its value
+
+
+class WorkerSample:
+    """The workers of one router, and whose turn it is to be weighed."""
+
+    def __init__(self, routing: Routing, peers: Mapping[WorkerId, WorkerState], index: PrefixIndex) -> None:
+        self.routing, self.peers, self.index = routing, peers, index
+        self.by_role: dict[Role, list[WorkerState]] = {}
+        self._page_sizes = list[int]()
+        self._decoders_at: dict[Place, list[WorkerState]] = {}
+        self._next = 0
+
+    def joined(self, by_role: dict[Role, list[WorkerState]]) -> None:
+        """Takes the changed set of workers."""
+        self.by_role, self._decoders_at = by_role, {}
+        self._page_sizes = sorted({peer.config.page_size for peer in self.peers.values() if peer.config.prefix_caching})
+        decoders = by_role[Role.DECODE]
+        if self.routing is Routing.CACHE_AWARE and len(decoders) >= MANY:
+            for peer in decoders:
+                for place in _places(peer.config):
+                    self._decoders_at.setdefault(place, []).append(peer)
+
+    def of(self, row: RequestState) -> list[WorkerState] | None:
+        """Returns the workers that are weighed for the request; None if all are."""
+        few = self.next_few()
+        if few is None or self.routing is not Routing.CACHE_AWARE:
+            return few
+        if self._decoders_at:
+            few += self._neighbours(few)
+        return few + self._keepers(row, {peer.config.worker for peer in few})
+
+    def next_few(self) -> list[WorkerState] | None:
+        """Returns the next workers in turn, whatever they hold; None if all are weighed."""
+        if self.routing not in SAMPLED or max(map(len, self.by_role.values())) < MANY:
+            return None
+        self._next += WEIGHED
+        return [peer for some in self.by_role.values() for peer in _in_turn(some, self._next)]
+
+    def _neighbours(self, few: Sequence[WorkerState]) -> list[WorkerState]:
+        """Returns a decode worker in the nearest place of each prefill worker of the sample."""
+        known = {peer.config.worker for peer in few}
+        found = dict[WorkerId, WorkerState]()
+        for prefill in few:
+            if prefill.config.role is Role.PREFILL:
+                named = [self._decoders_at.get(place) for place in _places(prefill.config)]
+                near = next(filter(None, named), list[WorkerState]())
+                peer = near[self._next // WEIGHED % len(near)] if near else None
+                if peer is not None and peer.config.worker not in known:
+                    found[peer.config.worker] = peer
+        return list(found.values())
+
+    def _keepers(self, row: RequestState, others: set[WorkerId]) -> list[WorkerState]:
+        """Returns workers besides `others` that hold most of the prompt, by pages of each size in use."""
+        found = [self.index.nearest(row.page_names(size), KEEPERS, self._next) for size in self._page_sizes]
+        return [self.peers[worker] for some in found for worker in some if worker not in others]
+
+
+def _places(config: WorkerConfig) -> list[Place]:
+    """Returns the worker's labels, the nearest place first."""
+    named = [(name, getattr(config.labels, name)) for names in SHARED_BY.values() for name in names]
+    return [place for place in named if place[1]]
+
+
+def _in_turn(some: Sequence[WorkerState], number: int) -> Sequence[WorkerState]:
+    """Returns `WEIGHED` workers from index `number` on, cyclically; all if there are few."""
+    if len(some) < MANY:
+        return some
+    first = number % len(some)
+    return [*some[first : first + WEIGHED], *some[: max(0, first + WEIGHED - len(some))]]
 
 
 class PairSelection:
@@ -34,10 +126,11 @@ class PairSelection:
         self.directory = self.kept.hbm
         self.forecasts = Forecasts(peers, self.pace, config.short_token_weight)
         self._turn = 0  # of round robin
+        self._aware = config.routing is Routing.CACHE_AWARE
         self._mixed = False
         self._objectives = False  # whether some request had any
         self.by_role: dict[Role, list[WorkerState]] = {}
-        self.sample = Sample(config.routing, peers, self.directory.index)
+        self.sample = WorkerSample(config.routing, peers, self.directory.index)
         self.joined()
 
     def choose(self, row: RequestState, now_s: float, *, ask_anyway: bool) -> Pair | None:
@@ -54,24 +147,12 @@ class PairSelection:
         snapshots = self._snapshots(peers, request, row, ask_anyway)
         if self._mixed and not self.config.colocated_fallback and self._pools_could(request):
             snapshots = [snapshot for snapshot in snapshots if snapshot.role is not Role.COLOCATED]
-        config = self.config
-        routed = RoutingRequest(
-            row.request_id,
-            len(request.prompt),
-            self._turn,
-            config.routing_seed,
-            ship=lambda tokens: config.ship_token_weight * tokens,
-            among_rows=lambda tokens: config.short_token_weight * tokens,
-            forecast=self._forecast(request, now_s),
-        )
+        forecast = self.forecasts.of(request, now_s) if self._aware else WORK_FORECAST
+        routed = RoutingRequest(row.request_id, len(request.prompt), self._turn, self.config.routing_seed, forecast)
         choice = choose_pair(snapshots, routed, self.config.routing)
         if self._mixed and self.config.colocated_fallback and not choice.by_itself:
             choice = self._with_fallback(choice, request, now_s)
         return choice
-
-    def _forecast(self, request: Request, now_s: float) -> Forecast:
-        predicted = self.config.routing is Routing.PREDICTED
-        return self.forecasts.of(request, now_s) if predicted else UNASKED
 
     def shipped(self, row: RequestState, cached_tokens: int, wire_s: float) -> None:
         """The KV of its present attempt has reached its decode worker, but what was there already."""
@@ -84,21 +165,25 @@ class PairSelection:
     ) -> list[WorkerSnapshot]:
         need, avoid = Need(request), row.avoid
         follows, priced = self.directory.follows, bool(self.kept.prices)
-        names, found = dict[int, tuple[PageHash, ...]](), list[WorkerSnapshot]()
+        names, keepers, found = dict[int, tuple[PageHash, ...]](), set[WorkerId](), list[WorkerSnapshot]()
         for peer in peers:
             config, held = peer.config, 0
-            if follows(config.worker):
+            worker = config.worker
+            if follows(worker):
                 if config.page_size not in names:
-                    names[config.page_size] = row.page_names(config.page_size)
-                held = self.directory.cached_tokens(config, names[config.page_size])
-            avoided = config.worker in avoid
-            look = peer.snapshot(need, avoided=avoided, ask_anyway=ask_anyway, cached_tokens=held)
+                    pages = names[config.page_size] = row.page_names(config.page_size)
+                    keepers.update(self.directory.index.keepers(pages[0]) if pages else ())
+                if worker in keepers:
+                    held = self.directory.cached_tokens(config, names[config.page_size])
+            look = peer.snapshot(need, worker in avoid, ask_anyway, held)
             reach = self._reach(config, request, row, held) if priced and config.role.prefills else None
             found.append(look if reach is None else look._replace(reach=reach))
         return found
 
-    def _reach(self, config: WorkerConfig, request: Request, row: RequestState, cached_tokens: int) -> Reach | None:
-        """What it could fetch of the row's prompt, where it is to compute it."""
+    def _reach(
+        self, config: WorkerConfig, request: Request, row: RequestState, cached_tokens: int
+    ) -> FetchEstimate | None:
+        """Returns what the worker could fetch of the prompt instead of computing it."""
         names = row.page_names(config.page_size)[: readable_pages(request, config)]
         return self.kept.reach(config, names, cached_tokens // config.page_size)
 
@@ -109,7 +194,7 @@ class PairSelection:
         return self.directory.cached_tokens(config, row.page_names(config.page_size))
 
     def holders(self, config: WorkerConfig, row: RequestState) -> tuple[Holder, ...]:
-        """Who may lend this worker, which computes the row's prompt, some of it."""
+        """Returns the workers that may lend this prefill worker pages of the prompt."""
         names = row.page_names(config.page_size) if config.peer_fetch and config.prefix_caching else ()
         return self.kept.holders(config, names[: readable_pages(row.to_prefill(), config)]) if names else ()
 
@@ -134,18 +219,20 @@ class PairSelection:
         self.by_role = {role: [peer for peer in self.peers.values() if peer.config.role is role] for role in Role}
         self._mixed = all(self.by_role.values())
         self.sample.joined(self.by_role)
+        configs = {role: [peer.config for peer in peers] for role, peers in self.by_role.items()}
+        self.forecasts.links.restrict(configs[Role.PREFILL], configs[Role.DECODE])
 
     def forget(self, worker: WorkerId) -> None:
-        """It is gone."""
+        """Removes a lost worker."""
         self.kept.forget(worker)
         self.pace.forget(worker)
         self.forecasts.forget(worker)
         self.joined()
 
     def ended(self, row: RequestState, now_s: float) -> None:
-        """What its ledger tells is only asked for where there is a choice."""
+        """Learns from a finished request if the routing uses estimates."""
         self._objectives |= row.request.has_objectives
-        asked = self._mixed or self._objectives or self.config.routing is Routing.PREDICTED
+        asked = self._mixed or self._objectives or self._aware
         if asked and row.phase is Phase.FINISHED and row.output and row.prefill and row.decode:
             prompt_tokens = len(row.request.prompt)
             tokens = prompt_tokens, self._run_tokens(row.prefill, prompt_tokens), len(row.output)
@@ -181,7 +268,7 @@ class PairSelection:
         return prompt_tokens if peer is None else run_tokens(prompt_tokens, peer.config.prefill_buckets)
 
     def _path(self, prefill: WorkerId, decode: WorkerId, prompt_tokens: int, now_s: float) -> PathEstimate | None:
-        """As known by now; None where nobody knows the pace of anything."""
+        """Returns the estimate of one path; None if no pace is known."""
         pace, peer = self.pace, self.peers[prefill]
         prompt_s, output_s = pace.prompt.guess(prefill, now_s), pace.output.guess(decode, now_s)
         if prompt_s is None or output_s is None:

@@ -11,8 +11,8 @@ from jdisagg.core.events import Cancel, Reject, Submit, WorkerJoined, WorkerLost
 from jdisagg.core.messages import Abort, Adopt, Ended, Kept, Reserve
 from jdisagg.core.request import Attempt, FinishReason, SamplingParams
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.request_state import Waiting
-from tests.policy.test_router import A, D, P, Talk
+from jdisagg.policy.router.request_state import Waiting
+from tests.policy.router.test_router import A, D, P, Talk
 from tests.sim.cases import request, worker
 
 OLD = 7  # an epoch of the router before

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from jdisagg.core.request import RequestId
-from jdisagg.policy.choice import Candidate, Choice
+from jdisagg.policy.router.routing import Candidate, Choice
 
 
 class Verdict(StrEnum):
