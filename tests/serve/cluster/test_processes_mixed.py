@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,14 +71,22 @@ def test_a_router_that_prefills_works_with_a_decode_process_and_refuses_another_
     assert decode.popen.poll() is None
 
 
+@pytest.fixture
+def alone(tmp_path: Path, compiled: Path) -> Iterator[Cluster]:
+    """A cluster of one test."""
+    cluster = Cluster(tmp_path, compiled, "prefill:tp1,decode:tp1")
+    yield cluster
+    cluster.stop()
+
+
 @pytest.mark.slow
 def test_a_worker_with_other_weights_of_the_same_config_and_sizes_is_refused_with_both_fingerprints(
-    cluster: Cluster, tmp_path: Path
+    alone: Cluster, tmp_path: Path
 ):
-    cluster.mesh = "prefill:tp1,decode:tp1"
-    router = cluster.start("router,prefill", f"--model={EMBEDDED}")
+    router, decode = (alone.start(role, f"--model={EMBEDDED}") for role in ("router,prefill", "decode"))
     other = with_other_weights(EMBEDDED, tmp_path / "embedded")
-    second = cluster.start("decode", f"--model={other}", "--served_model_name=embedded")
+    alone.await_ready()
+    second = alone.start("decode", f"--model={other}", "--served_model_name=embedded")
     assert second.popen.wait(timeout=240) == 1
     here, there = (
         each.await_word(r"identity\s+embedded:(\w{12}) \(weights (\w{12}), config (\w{12}), tokenizer (\w{12})\)")
@@ -87,9 +96,7 @@ def test_a_worker_with_other_weights_of_the_same_config_and_sizes_is_refused_wit
     assert here[1] != there[1] and here[1] in refused and there[1] in refused
     assert here[2] != there[2] and (here[3], here[4]) == (there[3], there[4])
 
-    decode = cluster.start("decode", f"--model={EMBEDDED}")
-    cluster.await_ready()
-    told = cluster.ask(prompt="def f(", max_tokens=20, temperature=0)
+    told = alone.ask(prompt="def f(", max_tokens=20, temperature=0)
     assert told.error is None and decode.popen.poll() is None
-    health = json.load(urllib.request.urlopen(f"{cluster.url}/health", timeout=30))
+    health = json.load(urllib.request.urlopen(f"{alone.url}/health", timeout=30))
     assert health["model_fingerprint"] == here[1]
