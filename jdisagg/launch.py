@@ -36,7 +36,7 @@ from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
 from jdisagg.groups import run_group
-from jdisagg.model.checkpoint import weight_files
+from jdisagg.model.checkpoint import read_model, weight_files
 from jdisagg.named_models import located
 from jdisagg.serve.cluster.front_process import build_front
 from jdisagg.serve.cluster.processes import (
@@ -51,7 +51,7 @@ from jdisagg.serve.cluster.processes import (
 from jdisagg.serve.cluster.worker_process import WorkerProcess, build_workers
 from jdisagg.serve.deploy import servers
 from jdisagg.serve.deploy.assemble import build
-from jdisagg.serve.deploy.deployment import AUTO, mesh_of, resolve_deployment
+from jdisagg.serve.deploy.deployment import AUTO, mesh_of, place_of, resolve_deployment
 from jdisagg.serve.deploy.dry_run import DryRun
 from jdisagg.serve.driver.local_service import LocalService
 from jdisagg.serve.frontends.batch import Batch, read_jobs
@@ -84,7 +84,7 @@ def preview(settings: Settings, target: str) -> int:
     platform, memory_bytes, chip = devices.imagined(settings.platform, target, not settings.kv_tokens)
     deployment = resolve_deployment(settings, platform, memory_bytes, chip=chip)
     there = bool(weight_files(deployment.model_folder))  # a config.json alone will do
-    terminal.show(console, deployment, platform, settings.load_format if there else "random")
+    terminal.show(console, deployment, platform, settings.load_format if there else "random", is_identified=False)
     group = GroupPlace(settings.group, 0, settings.group_size, settings.coordinator or f"LEADER:{POD_PORT}")
     place = group if settings.group_size > 1 else resolve(settings, os.environ)
     for line in DryRun(deployment, settings, platform, place).lines():
@@ -112,7 +112,7 @@ def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, ba
     """The whole stack in this process: it serves, or answers what it was given and ends."""
     settings = located(settings, console)
     mesh = mesh_of(settings)
-    saved_programs.check_settings(settings)
+    saved_programs.check_settings(settings, lambda: read_model(place_of(settings)))
     found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
     first = devices.first_of_most(found)
     deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first), chip=devices.chip_of(first))

@@ -61,6 +61,7 @@ class LLM:
             no_grammars=why_no_grammars(self.settings),
             embeddings=self.settings.embeddings,
             adapters=self.adapters,
+            model_fingerprint=self.service.fingerprint,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)

@@ -44,11 +44,12 @@ def located(
     packed: Mapping[str, Packed] = PACKED,
     embedded: Path = EMBEDDED_FOLDER,
 ) -> Settings:
-    """`settings` with the place of a model that they name by one of the names above. Raises `NotFetched`.
+    """Returns `settings` with the place of a model that they name by one of the names above, and with the folder of
+    `--cache`. Raises `NotFetched`.
 
     A folder or file of such a name is meant where it is written with a slash, as in ./demo.
     """
-    name, here = settings.model, embedded.is_dir()
+    settings, name, here = with_cache(settings, environment), settings.model, embedded.is_dir()
     if name == EMBEDDED:
         if not here:
             raise NotFetched("--model=embedded is in the source tree alone, not in this install: try --model=smollm2")
@@ -74,6 +75,14 @@ def located(
     with bar:
         path = fetch(packed[name], model_folder(settings.cache, environment), environment, on_progress)
     return replace(settings, model=str(path), served_model_name=settings.served_model_name or name)
+
+
+def with_cache(settings: Settings, environment: Mapping[str, str]) -> Settings:
+    """Returns `settings` with the folder that keeps fetched models and digests of files, if the user has one."""
+    try:
+        return replace(settings, cache=str(model_folder(settings.cache, environment)))
+    except NotFetched:
+        return settings
 
 
 def model_folder(cache: str, environment: Mapping[str, str]) -> Path:

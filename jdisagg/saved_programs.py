@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.model_identity import SHORT_DIGITS, config_digest
 from jdisagg.core.settings import Settings
 from jdisagg.parallel.compiler_flags import COMPILER_FLAGS
 from jdisagg.parallel.topology import machine_name
@@ -49,15 +51,22 @@ def _version(package: str) -> str:
         return "none"
 
 
-def shape_of(settings: Settings) -> dict[str, Any]:
-    """What of a run's settings decides which programs there are; not the model, whose path is each machine's own."""
+def shape_of(settings: Settings, model: ModelConfig) -> dict[str, Any]:
+    """Returns what of a run decides which programs there are: settings, and the numbers of the model's configuration.
+
+    Weights are arguments of programs, so those of any checkpoint run them; its path is each machine's own.
+    """
     shaping = (each.name for each in fields(Settings) if not SHAPING.isdisjoint((each.metadata["group"], each.name)))
-    return {name: getattr(settings, name) for name in shaping}
+    named = {"model": f"{model.family}-{config_digest(model)[:SHORT_DIGITS]}"}
+    return named | {name: getattr(settings, name) for name in shaping}
 
 
-def write_manifest(folder: Path, platform: str, target: str, settings: Settings, programs: int) -> None:
+def write_manifest(
+    folder: Path, platform: str, target: str, settings: Settings, model: ModelConfig, programs: int
+) -> None:
+    """Writes what made the programs of a folder, and for which run."""
     found = {"platform": platform, "target": target, "programs": programs}
-    written = {**found, "made_by": made_here(platform), "settings": shape_of(settings)}
+    written = {**found, "made_by": made_here(platform), "settings": shape_of(settings, model)}
     (folder / MANIFEST).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
@@ -97,12 +106,12 @@ def fits(setting: str) -> bool:
     return _same(setting, manifest["made_by"], made_here(manifest["platform"]), str)
 
 
-def check_settings(settings: Settings) -> None:
+def check_settings(settings: Settings, read_model: Callable[[], ModelConfig]) -> None:
     """Says where programs that were made ahead are another run's; raises ConfigError where no others may run."""
     folder, _ = folder_of(settings.compile_cache_dir)
     manifest = read_manifest(folder)
     if manifest is not None:
-        _same(settings.compile_cache_dir, manifest["settings"], shape_of(settings), "--{}".format)
+        _same(settings.compile_cache_dir, manifest["settings"], shape_of(settings, read_model()), "--{}".format)
 
 
 def _same(setting: str, saved: Mapping[str, Any], here: Mapping[str, Any], named: Callable[[str], str]) -> bool:

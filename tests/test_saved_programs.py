@@ -12,15 +12,17 @@ import pytest
 from jdisagg import saved_programs
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
+from jdisagg.model.checkpoint import read_model
 from tests.environment import as_users
 from tests.fixtures import conformance
 
 SETTINGS = Settings(mesh="colocated:tp1", max_num_seqs=4)
+MODEL, OTHER = read_model(conformance.ROOT / "llama3"), read_model(conformance.ROOT / "qwen2")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    saved_programs.write_manifest(tmp_path, "cpu", "cpu:1", SETTINGS, 7)
+    saved_programs.write_manifest(tmp_path, "cpu", "cpu:1", SETTINGS, MODEL, 7)
     return tmp_path
 
 
@@ -60,10 +62,16 @@ def test_a_start_that_may_not_compile_ends_with_both_values_and_what_to_do(folde
 
 def test_programs_of_another_run_are_told_by_the_setting_that_differs(folder: Path):
     only = replace(SETTINGS, compile_cache_dir=f"only:{folder}", model="elsewhere", log_level="info")
-    saved_programs.check_settings(only)
+    saved_programs.check_settings(only, lambda: MODEL)
     with pytest.raises(ConfigError, match="made by --max_num_seqs=4, this is --max_num_seqs=8;"):
-        saved_programs.check_settings(replace(only, max_num_seqs=8))
-    saved_programs.check_settings(replace(SETTINGS, compile_cache_dir="auto"))
+        saved_programs.check_settings(replace(only, max_num_seqs=8), lambda: MODEL)
+    saved_programs.check_settings(replace(SETTINGS, compile_cache_dir="auto"), lambda: MODEL)
+
+
+def test_programs_of_a_model_of_other_numbers_are_refused_with_both_models(folder: Path):
+    only = replace(SETTINGS, compile_cache_dir=f"only:{folder}")
+    with pytest.raises(ConfigError, match=r"made by --model=llama-\w{12}, this is --model=qwen2-\w{12};"):
+        saved_programs.check_settings(only, lambda: OTHER)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"made_by": {}, "settings": {}, "platform": "abacus"}'])

@@ -137,7 +137,7 @@ def save(deployment: Deployment, settings: Settings, found: Sequence[Device], fo
             with jax.sharding.set_mesh(each.submesh.mesh) if platform != "cpu" else nullcontext():
                 each.program.lower(*each.arguments).compile()
         platform = {"cuda": "gpu"}.get(platform, platform)
-        saved_programs.write_manifest(folder, platform, target, settings, len(programs))
+        saved_programs.write_manifest(folder, platform, target, settings, deployment.model, len(programs))
     except OSError as error:
         raise ConfigError(f"--save={folder}: {error.strerror}") from error
     print(f"{len(programs)} programs in {folder}: start by --compile_cache_dir={folder}")

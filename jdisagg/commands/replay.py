@@ -1,10 +1,11 @@
 """Takes a recorded journal through fresh actors and compares every decision.
 
-    python -m jdisagg replay JOURNAL [--virtual] [--perfetto=FILE]
+    python -m jdisagg replay JOURNAL [--virtual] [--perfetto=FILE] [--fingerprint=HEX]
 
 With --virtual its events are not handed over: the simulator makes them again from the actors' own effects, and takes of
 the journal what came from outside, the tokens drawn, and how long things took (`sim/rerun.py`). With --perfetto=FILE
-the run is written as a trace for Perfetto, as far as its decisions are the same.
+the run is written as a trace for Perfetto, as far as its decisions are the same. With --fingerprint=HEX, as /health
+shows it, a journal of another model is refused.
 
 Exit code 0 and "N events, same decisions", or 1 and the first event that led to something else, or 2.
 """
@@ -57,6 +58,8 @@ def declare() -> flags.FlagValues:
     absl_flags.DEFINE_string("journal", "", "a file that --record_dir kept; needs no name", flag_values=values)
     absl_flags.DEFINE_bool("virtual", False, "decide again in the simulator, on measured durations", flag_values=values)
     absl_flags.DEFINE_string("perfetto", "", "file for a trace that ui.perfetto.dev opens", flag_values=values)
+    meaning = "refuse a journal whose model has another fingerprint than this, which /health shows"
+    absl_flags.DEFINE_string("fingerprint", "", meaning, flag_values=values)
     return values
 
 
@@ -70,10 +73,13 @@ def body(values: flags.FlagValues) -> int:
         raise ConfigError(f"cannot open {path}: {error.strerror}") from error
     with lines:
         try:
+            header, entries = read_lines(lines)
+            check_model(header, values.fingerprint)
             if values.virtual:
-                print(f"{len(rerun(*read_lines(lines)).entries)} events, same decisions in virtual time")
+                said = f"{len(rerun(header, entries).entries)} events, same decisions in virtual time"
             else:
-                print(f"{_replayed(lines, values.perfetto)} events, same decisions")
+                said = f"{_replayed(header, entries, values.perfetto)} events, same decisions"
+            print(f"{said}; model {header.model}" if header.model else said)
         except (JournalError, OSError, UnicodeDecodeError) as error:
             what = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
             print(f"{path}: {what}", file=sys.stderr)
@@ -81,10 +87,17 @@ def body(values: flags.FlagValues) -> int:
     return 0
 
 
-def _replayed(lines: Iterable[str], perfetto: str) -> int:
+def check_model(header: Header, fingerprint: str) -> None:
+    """Raises JournalError with both fingerprints if the journal's model is not the one asked for; "" asks for none."""
+    found = header.model_fingerprint
+    if fingerprint and (not found or not fingerprint.startswith(found)):
+        raise JournalError(f"line 1: the journal is of the model {header.model or 'unknown'}, not of {fingerprint}")
+
+
+def _replayed(header: Header, entries: Iterable[Recorded], perfetto: str) -> int:
     """As `replay`, with the trace written where one is asked for. Raises ConfigError where it cannot be."""
     records = Records(keep=MOST_REQUESTS, steps=MOST_STEPS)
-    count = replay(*read_lines(lines), records.observe if perfetto else lambda actor, item, at_s: None)
+    count = replay(header, entries, records.observe if perfetto else lambda actor, item, at_s: None)
     if perfetto:
         try:
             Path(perfetto).write_text(dump(records.window(-math.inf, math.inf)), encoding="utf-8")

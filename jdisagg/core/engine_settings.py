@@ -21,7 +21,8 @@ class ModelSettings:
     model: str = everyday("", "model", "Hugging Face or Orbax folder, or GGUF file; smollm2: a small real one, fetched"
                          " once; empty, embedded: the code model here; demo: whichever of these is there;"
                          " llama3-70b and its like where nothing is loaded")  # fmt: skip
-    cache: str = setting("", "model", "folder of models that were fetched; empty: in the user's cache folder")
+    cache: str = setting("", "model", "folder of fetched models and of the digests of model files; empty: in the user's"
+                         " cache folder")  # fmt: skip
     tokenizer: str = everyday("", "model", "folder of the tokenizer; empty: the model's")
     served_model_name: str = everyday("", "model", "name clients use; empty: the folder's name")
     load_format: str = everyday("hf", "model", "how weights are read", ("hf", "orbax", "random"))

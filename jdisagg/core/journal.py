@@ -35,14 +35,21 @@ def digest(effects: Iterable[Effect]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the actors were made of."""
+    """Names what the actors were made of, and the model that drew the tokens."""
 
     router: RouterConfig
     workers: tuple[WorkerConfig, ...]
+    model: str = ""  # its identity in one line, NAME:FINGERPRINT first; empty in older journals and of toy machines
+
+    @property
+    def model_fingerprint(self) -> str:
+        """Returns the model's short fingerprint; empty if the journal names none."""
+        return self.model.partition(" (")[0].rpartition(":")[2]
 
     def to_line(self) -> str:
+        """Returns the header as the first line of a file."""
         workers = [encode(each) for each in self.workers]
-        return json.dumps({"version": VERSION, "router": encode(self.router), "workers": workers})
+        return json.dumps({"version": VERSION, "model": self.model, "router": encode(self.router), "workers": workers})
 
 
 @dataclass(slots=True)
@@ -141,11 +148,12 @@ def read_lines(lines: Iterable[str]) -> tuple[Header, Iterator[Recorded]]:
     _check_there(head, 1, ("router", "workers"))
     if not isinstance(head["workers"], list):
         raise JournalError(f"line 1: workers is {shown(head['workers'])} and no list")
-    workers = cast(list[Any], head["workers"])
+    workers, model = cast(list[Any], head["workers"]), head.get("model", "")
+    if not isinstance(model, str):
+        raise JournalError(f"line 1: model is {shown(model)} and no text")
     try:
-        header = Header(
-            decode_as(RouterConfig, head["router"]), tuple(decode_as(WorkerConfig, each) for each in workers)
-        )
+        configs = tuple(decode_as(WorkerConfig, each) for each in workers)
+        header = Header(decode_as(RouterConfig, head["router"]), configs, model)
         for worker in header.workers:
             worker.check()
     except (DecodeError, ConfigError) as error:

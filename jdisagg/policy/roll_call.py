@@ -24,7 +24,7 @@ class Card:
     size: int
     version: str
     jax: str  # its version
-    model: str  # fingerprint of weights and numbers
+    model: str  # the model's identity in one line
     flags: Mapping[str, str]  # those that all processes of a group must share
     clock_s: float  # seconds since the epoch
 

@@ -1,3 +1,6 @@
+import json
+from dataclasses import replace
+
 import pytest
 
 from jdisagg.core.errors import JournalError
@@ -26,6 +29,16 @@ def test_the_ring_forgets_the_oldest_and_the_file_keeps_all():
     assert [entry.at_s for entry in journal.entries] == [7.0, 8.0, 9.0] and journal.num_recorded == 10
     header, entries = read_lines(lines)
     assert header == HEADER and [entry.event for entry in entries] == [TimerFired(f"t{number}") for number in range(10)]
+
+
+def test_a_header_names_its_model_and_older_journals_name_none():
+    header = replace(HEADER, model="name:with:colons:0123456789ab (weights 11, config 22)")
+    found, _ = read_lines([header.to_line()])
+    assert found == header and found.model_fingerprint == "0123456789ab"
+    older = json.loads(HEADER.to_line())
+    del older["model"]
+    found, _ = read_lines([json.dumps(older)])
+    assert found == HEADER and not found.model_fingerprint
 
 
 def test_effects_shown_one_by_one_belong_to_the_event_before_them():

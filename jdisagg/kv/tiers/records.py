@@ -20,6 +20,7 @@ import numpy as np
 
 from jdisagg.core.layout.kv_layout import DraftPages, KVLayout
 from jdisagg.core.layout.reshard import Move, StageShape, draft_shape, plan_heads
+from jdisagg.core.model_identity import FINGERPRINT_DIGITS, SHORT_DIGITS
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.pools import PagesOfStage
 from jdisagg.kv.shipping import HeadSlices, LandedKV, PackedKV, Seats, padded, slice_shapes
@@ -93,11 +94,15 @@ class RecordLayout:
         return cut.view(part.dtype).reshape(len(records), *part.shape)
 
     def fingerprint(self, model: str) -> str:
-        """Equal where records mean the same; `model` tells models and weights apart."""
+        """Returns 32 hexadecimal digits that are equal where records mean the same.
+
+        `model` begins with the model's own fingerprint, whose first 12 digits begin the result.
+        """
         what = f"{VERSION} {model} {self.layout} {self.wire} {self.digests is Digests.FULL}"
         if self.draft is not None:
             what += f" {self.draft}"
-        return hashlib.sha256(what.encode()).hexdigest()[:32]
+        own = model[:SHORT_DIGITS]
+        return own + hashlib.sha256(what.encode()).hexdigest()[: FINGERPRINT_DIGITS - len(own)]
 
 
 def _end(part: Part) -> int:

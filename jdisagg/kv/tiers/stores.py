@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.model_identity import SHORT_DIGITS
 from jdisagg.kv.tiers.records import DIGEST_BYTES, digest_of
 
 
@@ -105,7 +106,8 @@ class DiskStore:
         if theirs.decode(errors="replace") != fingerprint:
             raise ConfigError(
                 f"--disk_path: {self.path} holds KV of the fingerprint {theirs.decode(errors='replace')}, this run's"
-                f" is {fingerprint} (model, weights, layout of pages, version): name another, or remove it"
+                f" is {fingerprint} (the first {SHORT_DIGITS} digits are the model's, the others those of the layout of"
+                " pages and of how weights are rounded): name another, or remove it"
             )
         if (record_bytes, num_pages) != (self.record_bytes, self.num_pages):
             raise ConfigError(

@@ -53,6 +53,7 @@ def build_front(deployment: Deployment, settings: Settings) -> FrontProcess:
         {},
         model_name=deployment.model_name,
         model_config=deployment.model,
+        fingerprint=deployment.identity.short,
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,

@@ -22,6 +22,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.events import ROUTER
 from jdisagg.core.journal import Header
 from jdisagg.core.mesh_spec import MeshSpec
+from jdisagg.core.model_identity import SHORT_DIGITS
 from jdisagg.core.request import Request, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
@@ -55,7 +56,7 @@ from jdisagg.serve.deploy.assemble import (
     watch_experts,
 )
 from jdisagg.serve.deploy.compression_costs import post_compression_costs
-from jdisagg.serve.deploy.deployment import Deployment, model_fingerprint
+from jdisagg.serve.deploy.deployment import Deployment
 from jdisagg.serve.deploy.pools import Pools
 from jdisagg.serve.deploy.private_files import read_private
 from jdisagg.serve.driver.kv_moves import WorkerStores
@@ -98,11 +99,10 @@ def read_secret(settings: Settings) -> bytes:
 
 
 def identity_of(deployment: Deployment, settings: Settings) -> Identity:
-    """What all processes must agree on: the weights (by their files' sizes), the model's numbers, the KV's pages.
+    """Returns what all processes must agree on: every byte of the model and its tokenizer, and the KV's pages.
 
-    The mesh and the wires as well: what a worker compiles before it joins is for the shapes of the others.
+    The mesh and the wire formats count as well: a worker compiles for the others' shapes before it joins.
     """
-    model = model_fingerprint(deployment, settings)
     kv, sent = deployment.kv, deployment.prefill_kv
     layout = (
         f"{kv.num_layers}x{kv.num_kv_heads}x{kv.parts}x{kv.head_dim} in {sent.page_size} to {kv.page_size}"
@@ -113,8 +113,10 @@ def identity_of(deployment: Deployment, settings: Settings) -> Identity:
     room = adapter_sizes(settings)
     if room:
         layout += f" with {room['max_loras']} adapters of rank {room['max_lora_rank']}"
+    if deployment.head_fingerprint:
+        layout += f" with the head {deployment.head_fingerprint[:SHORT_DIGITS]}"
     dtypes = f"{sent.dtype} to {kv.dtype}"
-    return Identity(f"{deployment.model_name}:{model}", layout, dtypes, weights=deployment.weight_dtype)
+    return Identity(deployment.identity_line, layout, dtypes, weights=deployment.weight_dtype)
 
 
 def own_workers(deployment: Deployment, roles: frozenset[str]) -> dict[WorkerId, WorkerConfig]:
@@ -266,7 +268,9 @@ def _service(
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
     metrics = node_metrics(deployment, settings, node)
-    journal = open_journal(Header(router.config, configs), settings.record_dir, metrics.journal_dropped)
+    journal = open_journal(
+        Header(router.config, configs, deployment.identity_line), settings.record_dir, metrics.journal_dropped
+    )
     workers = {name: Worker(machine.config) for name, machine in node.machines.items()}
     metrics.watch_pools(workers)
     debug = DebugState(records, node.transfer_stats, node.places, partial(holders_of, {**workers, ROUTER: router}))
@@ -278,6 +282,7 @@ def _service(
         node.machines,
         model_name=deployment.model_name,
         model_config=deployment.model,
+        fingerprint=deployment.identity.short,
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,

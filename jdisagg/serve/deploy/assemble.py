@@ -76,7 +76,7 @@ def choose_weights(
         return weights
     if asked != AUTO and asked not in SCALED:
         return WeightFormat(asked)
-    memory = ChoiceMemory.of(deployment, settings, folder)
+    memory = ChoiceMemory.of(deployment, folder)
     choice, when = memory.find(), "measured"
     if choice is None:
         choice = Choice(*_measured(deployment, settings, source), date.today().isoformat())
@@ -143,17 +143,16 @@ def build(
     observers: Sequence[Observer] = (),
     told: Callable[[str], None] = lambda line: None,
 ) -> LocalService:
-    """Loads and warms the whole stack; the service still has to be started. Raises CheckpointError or ConfigError.
-
-    `told` is called with what loading decided, in one line.
-    """
+    """Loads and warms the whole stack; the service still has to be started. `told` is called with one line, what
+    loading decided. Raises CheckpointError or ConfigError."""
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     adapters_of(settings, deployment.model, deployment.model_name)  # a wrong one is told before anything is loaded
     machines = dict[WorkerId, MeshExecutor]()
     recompiles = partial(recompiles_of, machines)
     metrics = metrics_of(deployment, settings, machines, recompiles)
     config, records = router_config(settings), Records(settings.debug_keep)
-    journal = open_journal(Header(config, deployment.workers), settings.record_dir, metrics.journal_dropped)
+    header = Header(config, deployment.workers, deployment.identity_line)
+    journal = open_journal(header, settings.record_dir, metrics.journal_dropped)
     workers = {config.worker: Worker(config) for config in deployment.workers}
     machines.update(load_executors(deployment, settings, devices, told=told))
     stores = open_stores(deployment, settings, machines)
@@ -170,6 +169,7 @@ def build(
         machines,
         model_name=deployment.model_name,
         model_config=deployment.model,
+        fingerprint=deployment.identity.short,
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,
@@ -275,10 +275,12 @@ def load_executors(
 
     `own` are the workers of this process by their names in the mesh, None where all are; `devices` those that they
     stand on, in the mesh's order. `told` is called with what was decided about the weights. kind: of machines.
+    Raises CheckpointError where a weight file changed since the model's identity was computed, or cannot be read.
     """
     own = {config.worker: config for config in deployment.workers} if own is None else own
     if not own:
         return {}
+    assert deployment.identity  # every byte is read before the weights are loaded
     ids = sorted({device for name in own for device in deployment.place(name).device_ids})
     here = dict(zip(ids, devices, strict=False))
     source = open_source(deployment.model_folder, settings.load_format, deployment.model, settings.seed)
@@ -295,6 +297,7 @@ def load_executors(
         return kind(config, *what, places, dtype, weights, grammars, draft=draft)
 
     machines = side_by_side([partial(load, *each) for each in own.items()])
+    deployment.files.check_unchanged()
     return {machine.config.worker: machine for machine in machines}
 
 

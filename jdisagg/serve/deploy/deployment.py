@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +18,7 @@ from jdisagg.core.layout.reshard import StageShape, draft_shape
 from jdisagg.core.layout.stages import ring_cut, split_layers
 from jdisagg.core.mesh_spec import MeshSpec, PoolSpec, Schedule, WorkerMesh
 from jdisagg.core.model_config import AS_ACTIVATIONS, ModelConfig, WeightFormat
+from jdisagg.core.model_identity import ModelIdentity
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.worker_config import (
@@ -34,8 +33,10 @@ from jdisagg.core.worker_config import (
     chunk_tokens,
 )
 from jdisagg.engine.reshape import Shape
-from jdisagg.model.checkpoint import read_model, stored_weights, weight_files, why_no_model
+from jdisagg.model.checkpoint import read_model, stored_weights, why_no_model
+from jdisagg.model.draft_head import HeadConfig
 from jdisagg.model.gguf.file import gguf_name, is_gguf
+from jdisagg.model.identity import ModelFiles
 from jdisagg.serve.deploy.chosen_sizes import ChosenSizes, Devices, page_of, sizes_of
 from jdisagg.serve.deploy.memory import Budget, num_pages, own_layers
 from jdisagg.serve.deploy.speculation import (
@@ -197,12 +198,12 @@ TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by ben
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Deployment:
     """One stack, ready to be built. `layers` are the decode stages' runs, and the layer groups of prefill meshes that
     have no stages of their own (`layers_of`)."""
 
-    model_folder: Path
+    files: ModelFiles
     model_name: str
     model: ModelConfig
     mesh: MeshSpec
@@ -217,7 +218,39 @@ class Deployment:
     device_bytes: int | None = None  # of memory, of one device; None on the CPU
     dtypes: Mapping[Role, str] = field(default_factory=dict[Role, str])  # of activations, where they are not `dtype`
     draft: Draft | None = None  # the model or head that guesses what is drawn
+    draft_files: ModelFiles | None = None  # that the draft model or head is made of
     draft_pages: DraftPages | None = None  # of decode and colocated workers, where its KV goes with the model's
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder or GGUF file that holds the model."""
+        return self.files.place
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Reads every byte of the model at the first call. Raises CheckpointError."""
+        return self.files.identity
+
+    @property
+    def identity_line(self) -> str:
+        """Describes the model for other processes, for records and for refusals; equal lines name equal models."""
+        return self.identity.described(self.model_name)
+
+    @property
+    def kv_fingerprint(self) -> str:
+        """Returns the model's fingerprint, and what else changes the numbers of its KV: rounded weights, and a head.
+
+        A draft model whose KV is kept beside the model's is named by `draft_pages`.
+        """
+        found = f"{self.identity.fingerprint} {self.weight_dtype}"
+        return f"{found} {self.head_fingerprint}" if self.head_fingerprint else found
+
+    @property
+    def head_fingerprint(self) -> str:
+        """Returns the fingerprint of the head whose keys and values lie behind the model's; empty without one."""
+        if self.draft is None or self.draft_files is None or not isinstance(self.draft[1], HeadConfig):
+            return ""
+        return self.draft_files.identity.fingerprint
 
     def dtype_of(self, role: Role) -> str:
         """Of activations of workers of this role."""
@@ -259,8 +292,8 @@ def resolve_deployment(
     Logs a warning for workers that share devices; each then gets an equal part of their memory.
     Raises ConfigError, MeshError or CheckpointError, each in one line.
     """
-    folder = place_of(settings)
-    model = read_model(folder)
+    files = model_files(settings)
+    folder, model = files.place, read_model(files.place)
     mesh = mesh_of(settings)
     for line in (*sharing_warnings(mesh), *compression_warnings(settings)):
         log.warning(line)
@@ -273,7 +306,7 @@ def resolve_deployment(
     kv, prefill_kv = (with_head(each, draft, settings, mesh) for each in (kv, prefill_kv))
     layouts = {role: prefill_kv if role is Role.PREFILL else kv for role in Role}
     layers = cut_layers(model, mesh)
-    draft_pages = _kept_draft(draft, settings, mesh, (kv, prefill_kv), devices)
+    draft_files, draft_pages = _identified_draft(draft, settings, mesh, (kv, prefill_kv), devices)
     budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None, draft_pages is not None)
     budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
 
@@ -297,15 +330,33 @@ def resolve_deployment(
     workers = tuple(replace(each, **how) for each, how in zip(workers, shipped, strict=True))
     workers = tuple(replace(each, stage_admission=False) if each.takes_all_slots else each for each in workers)
     dtypes = {role: budgets[role].dtype for role in Role}
-    kept = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_pages
-    return Deployment(folder, settings.served_model_name or name_of(folder), model, mesh, layers, dtype, weights, *kept)
+    kept = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_files, draft_pages
+    return Deployment(files, settings.served_model_name or name_of(folder), model, mesh, layers, dtype, weights, *kept)
 
 
-def _kept_draft(
+def model_files(settings: Settings) -> ModelFiles:
+    """Returns the files of --model and --tokenizer; nothing of the weights is read. Raises CheckpointError."""
+    place = place_of(settings)
+    tokenizer = Path(settings.tokenizer) if settings.tokenizer else place
+    cache = Path(settings.cache) if settings.cache else None
+    return ModelFiles(place, read_model(place), settings.load_format, settings.seed, tokenizer, cache)
+
+
+def _identified_draft(
     draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: tuple[KVLayout, KVLayout], devices: Devices
-) -> DraftPages | None:
-    name = fingerprint_of(draft[0], draft[1], settings) if draft and isinstance(draft[1], ModelConfig) else ""
-    return kept_draft(draft, settings, mesh, layouts, name, devices)
+) -> tuple[ModelFiles | None, DraftPages | None]:
+    """Returns the files of the draft model or head, and how a draft model's KV is kept, named by its fingerprint.
+
+    A draft has no tokenizer, and a head is never random.
+    """
+    if draft is None:
+        return None, None
+    place, config = draft
+    load_format = "hf" if isinstance(config, HeadConfig) else settings.load_format
+    cache = Path(settings.cache) if settings.cache else None
+    files = ModelFiles(place, config, load_format, settings.seed, cache=cache)
+    pages = kept_draft(draft, settings, mesh, layouts, "", devices)
+    return files, None if pages is None else replace(pages, name=files.identity.fingerprint)
 
 
 def longest_of(settings: Settings, model: ModelConfig) -> int:
@@ -367,17 +418,6 @@ def dtypes_of(settings: Settings, mesh: MeshSpec, platform: str) -> tuple[str, s
 def cut_layers(model: ModelConfig, mesh: MeshSpec) -> tuple[range, ...]:
     """The layers of each decode stage. Raises MeshError."""
     return ring_cut(model, mesh.decode_pp).runs if mesh.is_ring else split_layers(model, mesh.decode_pp)
-
-
-def model_fingerprint(deployment: Deployment, settings: Settings) -> str:
-    return fingerprint_of(deployment.model_folder, deployment.model, settings)
-
-
-def fingerprint_of(folder: Path, model: ModelConfig, settings: Settings) -> str:
-    """Of the model's numbers and its weights, by their files' sizes."""
-    text = json.dumps(asdict(model), sort_keys=True) + settings.load_format + str(settings.seed)
-    files = sorted((path.name, path.stat().st_size) for path in weight_files(folder))
-    return hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16]
 
 
 def weights_of(settings: Settings, folder: Path, model: ModelConfig, platform: str) -> WeightFormat:

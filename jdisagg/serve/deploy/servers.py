@@ -242,6 +242,7 @@ def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
         sampling_defaults=service.sampling_defaults,
         eos_ids=service.tokenizer.eos_ids,
         version=jdisagg.__version__,
+        model_fingerprint=service.fingerprint,
         api_key=settings.api_key or None,
         parsers=parsers_of(service.tokenizer, settings.tool_call_parser, settings.reasoning_parser),
         no_grammars=why_no_grammars(settings),

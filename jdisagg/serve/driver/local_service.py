@@ -66,6 +66,7 @@ class LocalService:
         model_config: ModelConfig,
         max_model_len: int,
         tokenizer: Tokenizer,
+        fingerprint: str = "",  # the model's short one; empty for a toy
         observers: Sequence[Observer] = (),
         metrics: Metrics | None = None,
         journal: Journal | None = None,
@@ -84,7 +85,7 @@ class LocalService:
         `reshaper` makes machines anew, and `pools` what the operator's routes, or its autoscaler, ask for that.
         `sampling_defaults` are what the model says where a client is silent, by whatever way it asks.
         """
-        self.model_name, self.model_config = model_name, model_config
+        self.model_name, self.model_config, self.fingerprint = model_name, model_config, fingerprint
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.recompiles, self.metrics, self.journal, self.debug_state = recompiles, metrics, journal, debug_state
         self.sampling_defaults = dict(sampling_defaults or {})

@@ -22,16 +22,14 @@ import jax
 
 from jdisagg.core.model_config import NAMES, WeightFormat
 from jdisagg.core.request import WorkerId
-from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.reshape import Shape, compile_cold, programs_with, read_anew, reshaped, shape_of
 from jdisagg.model import calibration, products
-from jdisagg.model.checkpoint import weight_files
 from jdisagg.model.names import matrix_leaves
 from jdisagg.parallel.topology import machine_name
-from jdisagg.serve.deploy.deployment import Deployment, model_fingerprint
+from jdisagg.serve.deploy.deployment import Deployment
 
 log = logging.getLogger("jdisagg.driver")
 
@@ -115,7 +113,7 @@ class MeshReshaper:
 # What was once measured about a model's weights on this machine, kept beside the programs that were compiled for
 # it.
 #
-# A choice holds for as long as all of it is the same: the model and its files, the mesh, the settings it followed
+# A choice holds for as long as all of it is the same: every byte of the model, the mesh, the settings it followed
 # from, the machine with its cores, the versions, and the code that measures. A file that is damaged is measured
 # over.
 
@@ -151,8 +149,8 @@ class ChoiceMemory:
     matrices: frozenset[str]  # that the model can have
 
     @classmethod
-    def of(cls, deployment: Deployment, settings: Settings, folder: Path | None) -> ChoiceMemory:
-        return cls(folder, key_of(deployment, settings), frozenset(matrix_leaves(deployment.model)))
+    def of(cls, deployment: Deployment, folder: Path | None) -> ChoiceMemory:
+        return cls(folder, key_of(deployment), frozenset(matrix_leaves(deployment.model)))
 
     def find(self) -> Choice | None:
         try:
@@ -190,16 +188,11 @@ class ChoiceMemory:
         return Choice(WeightFormat(dtype, frozenset(full)), why, day) if known else None
 
 
-def key_of(deployment: Deployment, settings: Settings) -> dict[str, Any]:
+def key_of(deployment: Deployment) -> dict[str, Any]:
     """All that a choice follows from."""
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in MEASURING)
-    place = deployment.model_folder.resolve()
-    files = list(place.iterdir()) if place.is_dir() else weight_files(place)
     return {
-        "model": model_fingerprint(deployment, settings),
-        "place": str(place),
-        "files": sorted(path.stat().st_mtime_ns for path in files),
-        "tokenizer": settings.tokenizer,
+        "model": deployment.identity.fingerprint,
         "mesh": str(deployment.mesh),
         "asked": deployment.weight_dtype,
         "dtype": deployment.dtype,

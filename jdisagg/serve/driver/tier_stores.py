@@ -15,7 +15,7 @@ from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.tiers.pool.open import open_pool
 from jdisagg.kv.tiers.records import RecordLayout
 from jdisagg.kv.tiers.stores import DiskStore, DramStore, FileInUse, Store
-from jdisagg.serve.deploy.deployment import Deployment, model_fingerprint
+from jdisagg.serve.deploy.deployment import Deployment
 from jdisagg.serve.driver.driver import LiveDriver
 from jdisagg.serve.driver.kv_moves import WorkerStores
 
@@ -26,7 +26,7 @@ def open_stores(
     """Of the workers that have tiers. Raises ConfigError where a file or a pool cannot be what it is to be."""
     if not any(machine.config.has_tiers for machine in machines.values()):
         return {}
-    model = model_fingerprint(deployment, settings)
+    model = deployment.kv_fingerprint
     return {worker: _stores(settings, machine, model) for worker, machine in machines.items()}
 
 

@@ -34,9 +34,11 @@ class FrontSettings:
     parsers: Parsers = field(default_factory=Parsers)  # of reasoning and calls of tools
     embeddings: str = "off"  # how prompts are pooled where a request does not say; off: they are not
     adapters: Adapters = field(default_factory=Adapters)  # that clients may ask for as models
+    model_fingerprint: str = ""  # the short one of the model that is served; empty if it has none
     tracing: bool = False  # requests are traced, in the trace of whoever asked
     version: str = field(default_factory=lambda: version("jdisagg"))
 
     @property
     def fingerprint(self) -> str:
-        return f"jdisagg-{self.version}"
+        """Returns OpenAI's `system_fingerprint`: the program's version and the model's fingerprint."""
+        return "-".join(filter(None, ("jdisagg", self.version, self.model_fingerprint)))

@@ -21,11 +21,10 @@ from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role
 from jdisagg.kv.transport.listener import split_address
-from jdisagg.model.checkpoint import read_model
 from jdisagg.policy.roll_call import Card
 from jdisagg.serve.cluster.certificates import kv_contexts
 from jdisagg.serve.cluster.processes import plays, read_secret, roles_of
-from jdisagg.serve.deploy.deployment import AUTO, fingerprint_of, mesh_of, place_of
+from jdisagg.serve.deploy.deployment import AUTO, mesh_of, model_files, name_of
 from jdisagg.serve.group.assembly import GroupUnfilled, Meeting, is_address, listener_at
 
 SHARED_GROUPS = ("mesh", "sizes", "scheduling", "transfer")
@@ -67,10 +66,10 @@ def devices_each(settings: Settings, place: GroupPlace) -> int:
 
 def card_of(settings: Settings, place: GroupPlace) -> Card:
     """What this process says of itself to the others of its group."""
-    folder = place_of(settings)
+    files = model_files(settings)
     names = [each.name for each in fields(settings) if each.metadata["group"] in SHARED_GROUPS or each.name in SHARED]
     flags = {name: str(getattr(settings, name)) for name in names} | {"tls_cert": "given" * bool(settings.tls_cert)}
-    model = fingerprint_of(folder, read_model(folder), settings)
+    model = files.identity.described(settings.served_model_name or name_of(files.place))
     version, now_s = jdisagg.__version__, time.time()
     return Card(place.group, place.rank, place.size, version, jax.__version__, model, flags, now_s)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.environment import quick
 from tests.fixtures import conformance
+from tests.fixtures.other_weights import EMBEDDED, with_other_weights
 from tests.launched import launch_here
 from tests.serve.cluster.processes import Cluster, private, until
 
@@ -65,3 +69,34 @@ def test_a_router_that_prefills_works_with_a_decode_process_and_refuses_another_
     assert stranger.popen.wait(timeout=240) == 1
     assert stranger.said("jdisagg: the router at .* does not share our secret")
     assert decode.popen.poll() is None
+
+
+@pytest.fixture
+def alone(tmp_path: Path, compiled: Path) -> Iterator[Cluster]:
+    """A cluster of one test."""
+    cluster = Cluster(tmp_path, compiled, "prefill:tp1,decode:tp1")
+    yield cluster
+    cluster.stop()
+
+
+@pytest.mark.slow
+def test_a_worker_with_other_weights_of_the_same_config_and_sizes_is_refused_with_both_fingerprints(
+    alone: Cluster, tmp_path: Path
+):
+    router, decode = (alone.start(role, f"--model={EMBEDDED}") for role in ("router,prefill", "decode"))
+    other = with_other_weights(EMBEDDED, tmp_path / "embedded")
+    alone.await_ready()
+    second = alone.start("decode", f"--model={other}", "--served_model_name=embedded")
+    assert second.popen.wait(timeout=240) == 1
+    here, there = (
+        each.await_word(r"identity\s+embedded:(\w{12}) \(weights (\w{12}), config (\w{12}), tokenizer (\w{12})\)")
+        for each in (router, second)
+    )
+    refused = until(lambda: second.said(r"jdisagg: .* is not of our kind.*"), "a refusal")[0]
+    assert here[1] != there[1] and here[1] in refused and there[1] in refused
+    assert here[2] != there[2] and (here[3], here[4]) == (there[3], there[4])
+
+    told = alone.ask(prompt="def f(", max_tokens=20, temperature=0)
+    assert told.error is None and decode.popen.poll() is None
+    health = json.load(urllib.request.urlopen(f"{alone.url}/health", timeout=30))
+    assert health["model_fingerprint"] == here[1]

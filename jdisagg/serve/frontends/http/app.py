@@ -229,10 +229,11 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/health", responses=STATE)
     async def health() -> Response:
         """200 once the stack runs, also while it drains: a process that finishes its work is healthy. `degraded` is
-        served with less than there was, for what `why` says."""
+        served with less than there was, for what `why` says; `model_fingerprint` is equal where the model is."""
         why = front.metrics.troubles.told(service.now_s())
         state = "draining" if service.draining else "unready" if not service.ready else "degraded" if why else "ok"
-        return _state(state, ("unready",), live=service.alive, ready=service.ready and not service.draining, why=why)
+        able = {"live": service.alive, "ready": service.ready and not service.draining}
+        return _state(state, ("unready",), **able, why=why, model_fingerprint=settings.model_fingerprint)
 
     @app.get("/ready", responses=STATE)
     async def ready() -> Response:
@@ -255,8 +256,8 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def server_info() -> dict[str, Any]:
         """What is served, and how requests are read."""
         parsers = {"tool_call_parser": settings.parsers.tools, "reasoning_parser": settings.parsers.reasoning}
-        structured = {"structured_output": settings.no_grammars or "on"}
-        return {"version": settings.version, **front.model(service.model_name), **parsers, **structured}
+        more = {"structured_output": settings.no_grammars or "on", "fingerprint": settings.model_fingerprint}
+        return {"version": settings.version, **front.model(service.model_name), **parsers, **more}
 
     @app.get("/metrics")
     async def metrics() -> Response:
