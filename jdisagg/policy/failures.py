@@ -7,8 +7,10 @@ what reaches the router is what shipping again did not mend.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from jdisagg.core.request import FinishReason, Phase, WorkerId
 
@@ -32,27 +34,29 @@ class Recovery(StrEnum):
 
 # QUEUED here means that a reservation is out. Where a row is missing, the kind cannot come in that phase, or is
 # late: it is ignored. Any other recovery becomes a failure when a request has had its retries.
-TABLE: dict[tuple[FailureKind, Phase], Recovery] = {
-    (FailureKind.NO_ANSWER, Phase.QUEUED): Recovery.REPREFILL,
-    (FailureKind.DECODE_GAVE_UP, Phase.QUEUED): Recovery.REPREFILL,
-    (FailureKind.DECODE_LOST, Phase.QUEUED): Recovery.REPREFILL,
-    (FailureKind.PREFILL_LOST, Phase.QUEUED): Recovery.REPREFILL,
-    (FailureKind.PREFILL_LATE, Phase.PREFILLING): Recovery.REPREFILL,
-    (FailureKind.PREFILL_GAVE_UP, Phase.PREFILLING): Recovery.REPREFILL,
-    (FailureKind.DECODE_GAVE_UP, Phase.PREFILLING): Recovery.REPREFILL,
-    (FailureKind.PREFILL_LOST, Phase.PREFILLING): Recovery.REPREFILL,
-    (FailureKind.DECODE_LOST, Phase.PREFILLING): Recovery.REPREFILL,
-    (FailureKind.SHIP_LATE, Phase.SHIPPING): Recovery.RESUME,
-    (FailureKind.PREFILL_GAVE_UP, Phase.SHIPPING): Recovery.RESUME,
-    (FailureKind.DECODE_GAVE_UP, Phase.SHIPPING): Recovery.RESUME,
-    (FailureKind.PREFILL_LOST, Phase.SHIPPING): Recovery.RESUME,
-    (FailureKind.DECODE_LOST, Phase.SHIPPING): Recovery.RESUME,
-    (FailureKind.TOKEN_LATE, Phase.DECODING): Recovery.RESUME,
-    (FailureKind.DECODE_GAVE_UP, Phase.DECODING): Recovery.RESUME,
-    (FailureKind.DECODE_LOST, Phase.DECODING): Recovery.RESUME,
-    (FailureKind.PREFILL_GAVE_UP, Phase.DECODING): Recovery.IGNORE,  # a source that missed its Ack: the KV is here
-    (FailureKind.PREFILL_LOST, Phase.DECODING): Recovery.IGNORE,
-}
+TABLE: Mapping[tuple[FailureKind, Phase], Recovery] = MappingProxyType(
+    {
+        (FailureKind.NO_ANSWER, Phase.QUEUED): Recovery.REPREFILL,
+        (FailureKind.DECODE_GAVE_UP, Phase.QUEUED): Recovery.REPREFILL,
+        (FailureKind.DECODE_LOST, Phase.QUEUED): Recovery.REPREFILL,
+        (FailureKind.PREFILL_LOST, Phase.QUEUED): Recovery.REPREFILL,
+        (FailureKind.PREFILL_LATE, Phase.PREFILLING): Recovery.REPREFILL,
+        (FailureKind.PREFILL_GAVE_UP, Phase.PREFILLING): Recovery.REPREFILL,
+        (FailureKind.DECODE_GAVE_UP, Phase.PREFILLING): Recovery.REPREFILL,
+        (FailureKind.PREFILL_LOST, Phase.PREFILLING): Recovery.REPREFILL,
+        (FailureKind.DECODE_LOST, Phase.PREFILLING): Recovery.REPREFILL,
+        (FailureKind.SHIP_LATE, Phase.SHIPPING): Recovery.RESUME,
+        (FailureKind.PREFILL_GAVE_UP, Phase.SHIPPING): Recovery.RESUME,
+        (FailureKind.DECODE_GAVE_UP, Phase.SHIPPING): Recovery.RESUME,
+        (FailureKind.PREFILL_LOST, Phase.SHIPPING): Recovery.RESUME,
+        (FailureKind.DECODE_LOST, Phase.SHIPPING): Recovery.RESUME,
+        (FailureKind.TOKEN_LATE, Phase.DECODING): Recovery.RESUME,
+        (FailureKind.DECODE_GAVE_UP, Phase.DECODING): Recovery.RESUME,
+        (FailureKind.DECODE_LOST, Phase.DECODING): Recovery.RESUME,
+        (FailureKind.PREFILL_GAVE_UP, Phase.DECODING): Recovery.IGNORE,  # a source that missed its Ack: the KV is here
+        (FailureKind.PREFILL_LOST, Phase.DECODING): Recovery.IGNORE,
+    }
+)
 
 
 def recovery(kind: FailureKind, phase: Phase) -> Recovery:

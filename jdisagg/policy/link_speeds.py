@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from jdisagg.core.labels import LinkClass, link_class
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import WorkerConfig
 
-PRIOR = {  # bytes a second, one way: NVLink or ICI, PCIe or shared memory, and networks, as one stream gets them
-    LinkClass.PROCESS: 200e9,
-    LinkClass.HOST: 100e9,
-    LinkClass.RACK: 25e9,
-    LinkClass.POD: 10e9,
-    LinkClass.BEYOND: 2.5e9,
-}
+# Bytes a second, one way: NVLink or ICI, PCIe or shared memory, and networks, as one stream gets them.
+PRIOR = MappingProxyType(
+    {
+        LinkClass.PROCESS: 200e9,
+        LinkClass.HOST: 100e9,
+        LinkClass.RACK: 25e9,
+        LinkClass.POD: 10e9,
+        LinkClass.BEYOND: 2.5e9,
+    }
+)
 KEEP = 0.9  # of what was known, with each transfer
 FEW = 3.0  # transfers of a pair that weigh as much as all that is known of its class
 MOST_PAIRS = 1 << 16  # that are remembered; the one that was seen first goes first

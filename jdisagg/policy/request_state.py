@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from jdisagg.core.events import Finish
 from jdisagg.core.ledger import Ledger, Mark
@@ -37,24 +38,30 @@ class Waiting(StrEnum):
     TOKEN = "its next token"
 
 
-PHASE_OF_MARK = {
-    Mark.FIRST_TOKEN: Phase.SHIPPING,
-    Mark.COMMITTED: Phase.DECODING,
-    Mark.FIRST_STEP: Phase.DECODING,
-}
-END_PHASE = {
-    FinishReason.STOP: Phase.FINISHED,
-    FinishReason.LENGTH: Phase.FINISHED,
-    FinishReason.ABORT: Phase.CANCELLED,
-    FinishReason.TIMEOUT: Phase.FAILED,
-    FinishReason.ERROR: Phase.FAILED,
-}
-FAILURE_OF_WAIT = {
-    Waiting.ANSWER: FailureKind.NO_ANSWER,
-    Waiting.PREFILL: FailureKind.PREFILL_LATE,
-    Waiting.SHIP: FailureKind.SHIP_LATE,
-    Waiting.TOKEN: FailureKind.TOKEN_LATE,
-}
+PHASE_OF_MARK = MappingProxyType(
+    {
+        Mark.FIRST_TOKEN: Phase.SHIPPING,
+        Mark.COMMITTED: Phase.DECODING,
+        Mark.FIRST_STEP: Phase.DECODING,
+    }
+)
+END_PHASE = MappingProxyType(
+    {
+        FinishReason.STOP: Phase.FINISHED,
+        FinishReason.LENGTH: Phase.FINISHED,
+        FinishReason.ABORT: Phase.CANCELLED,
+        FinishReason.TIMEOUT: Phase.FAILED,
+        FinishReason.ERROR: Phase.FAILED,
+    }
+)
+FAILURE_OF_WAIT = MappingProxyType(
+    {
+        Waiting.ANSWER: FailureKind.NO_ANSWER,
+        Waiting.PREFILL: FailureKind.PREFILL_LATE,
+        Waiting.SHIP: FailureKind.SHIP_LATE,
+        Waiting.TOKEN: FailureKind.TOKEN_LATE,
+    }
+)
 
 
 @dataclass(slots=True, eq=False)

@@ -60,12 +60,12 @@ def test_a_choice_is_looked_up_by_slots_whatever_rows_each_has(monkeypatch):
     q, pool = jnp.zeros((8, 8, 128), "bfloat16"), jnp.zeros((9, 2, 2, 16, 128), "bfloat16")
     monkeypatch.setattr(generations, "gpu_generation", lambda: generations.HOPPER)
     of_two_slots = tuple(tuning.key_of("paged_attention", q[:2], pool))
-    monkeypatch.setitem(tuning.TUNED, of_two_slots, {MOSAIC: 0})
+    monkeypatch.setattr(tuning, "TUNED", {of_two_slots: {MOSAIC: 0}})
     attend = generations.by_generation("paged_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
     assert attend(q, pool, jnp.zeros((2, 4), jnp.int32)) == "triton"  # four rows of each
     assert attend(q, pool, jnp.zeros((8, 4), jnp.int32)) == "mosaic"
     chunk = generations.by_generation("prefill_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
-    monkeypatch.setitem(tuning.TUNED, ("prefill_attention", *of_two_slots[1:]), {MOSAIC: 0})
+    monkeypatch.setattr(tuning, "TUNED", {("prefill_attention", *of_two_slots[1:]): {MOSAIC: 0}})
     assert chunk(q, pool, jnp.zeros((2, 4), jnp.int32)) == "mosaic"  # by its tokens
 
 
