@@ -184,7 +184,7 @@ def _yaml(documents: Sequence[dict[str, Any]], note: str) -> str:
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
-        raise ConfigError("--emit writes YAML and PyYAML is not here: pip install 'jdisagg[jobs]'") from error
+        raise ConfigError("--emit writes YAML and PyYAML is not here: pip install pyyaml") from error
 
     class Plain(yaml.SafeDumper):
         """Writes what occurs twice twice: manifests have no anchors."""
