@@ -17,7 +17,7 @@ ensure_venv() {
   if [ -e "$stamp" ] && [ "$stamp" -nt pyproject.toml ]; then return; fi
   python=$(find_python)
   if [ ! -x .venv/bin/python ]; then
-    echo "jdisagg: first use: making .venv with $("$python" --version) (about 1.5 GB, some minutes)"
+    echo "jdisagg: first use: making .venv with $("$python" --version) (about 840 MB, some minutes)"
     "$python" -m venv .venv
   fi
   echo "jdisagg: installing jax and the other packages into .venv ..."

@@ -139,4 +139,4 @@ def test_a_compiler_that_is_not_installed_is_named_with_the_extra_that_brings_it
     monkeypatch.setattr(sys, "path_importer_cache", {})
     code, _, stderr = run("--target=v5e:2x2")
     assert code == 2
-    assert stderr == "jdisagg aot: the compiler for v5e is not installed: pip install 'jdisagg[aot-tpu]'\n"
+    assert stderr == "jdisagg aot: the compiler for v5e is not installed: pip install -e '.[aot-tpu]' in the source\n"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg import command, flags, launch
+from jdisagg import command, flags, launch, llm
 from jdisagg.commands import aot, calc, convert, plan, profile, replay, train
 from jdisagg.commands import sim as sim
 from jdisagg.core.errors import FlagError
-from jdisagg.core.settings import REMOVED, Settings
+from jdisagg.core.settings import Settings
 from jdisagg.llm import LLM
 
 COMMANDS = {
@@ -132,7 +132,8 @@ def test_ctrl_c_ends_any_command_with_a_line_and_130(capsys: pytest.CaptureFixtu
 
 
 def test_a_removed_flag_names_its_replacement_wherever_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(REMOVED, "old_name", "was removed; use --new_name")
+    for module in (flags, flags, llm):
+        monkeypatch.setattr(module, "REMOVED", {"old_name": "was removed; use --new_name"})
     values, file = declared("launch"), tmp_path / "c.toml"
     file.write_text("old_name = 3")
     with pytest.raises(FlagError, match=r"^--old_name was removed; use --new_name$"):

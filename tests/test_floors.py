@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
 import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -130,6 +132,30 @@ def test_decisions_and_simulation_are_free_of_jax(room):
 def test_decisions_read_no_clock_and_draw_no_lots(room):
     roots = {(name_of(path), dotted.split(".")[0]) for path in in_rooms(room) for _, dotted in imports(path)}
     assert not [each for each in roots if each[1] in IMPURE_MODULES]
+
+
+def test_tables_of_the_decisions_are_read_only():
+    modules = [
+        importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in in_rooms("policy")
+    ]
+    assert any(isinstance(each, MappingProxyType) for module in modules for each in vars(module).values())
+    assert not [
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, each in vars(module).items()
+        if name.isupper() and isinstance(each, (dict, list, set))
+    ]
+
+
+def test_tests_patch_a_copy_of_a_table_and_never_the_table():
+    """Deleting a row and putting it back moves the row to the end, so that the table's documentation changes."""
+    found = [
+        f"{name_of(path)}:{node.lineno} {ast.unparse(node)}"
+        for path in sources("tests")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("monkeypatch.setitem", "monkeypatch.delitem")
+    ]
+    assert not [each for each in found if "(sys.modules, " not in each and "(os.environ, " not in each]
 
 
 def test_only_the_standard_library_holds_up_the_ground_floors():

@@ -110,6 +110,23 @@ def files(values: JobValues, kinds: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def idle_chips(values: JobValues, kinds: Sequence[str]) -> list[str]:
+    """Returns a line for each role whose workers leave chips of their slices idle."""
+    if "gke_tpu" not in kinds:
+        return []
+    lines = []
+    for part in values.whole("tpu").parts:
+        wanted = part.size * part.devices
+        chips, topology = kubernetes.SLICES[values.tpu].topology(wanted)
+        if chips != wanted:
+            idle = part.replicas * (chips - wanted)
+            lines.append(
+                f"{part.role}: {part.replicas} slices of {chips} {values.tpu} chips ({topology})"
+                f" for workers of {wanted}: {idle} chips stay idle"
+            )
+    return lines
+
+
 def write_files(folder: str, texts: Mapping[str, str]) -> list[Path]:
     """Raises ConfigError where a file cannot be written."""
     paths = [Path(folder) / name for name in texts]
@@ -168,7 +185,7 @@ def _yaml(documents: Sequence[dict[str, Any]], note: str) -> str:
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
-        raise ConfigError("--emit writes YAML and PyYAML is not here: pip install 'jdisagg[jobs]'") from error
+        raise ConfigError("--emit writes YAML and PyYAML is not here: pip install pyyaml") from error
 
     class Plain(yaml.SafeDumper):
         """Writes what occurs twice twice: manifests have no anchors."""
@@ -312,7 +329,8 @@ def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidat
         unknown = [each for each in getattr(values, name) if each not in list(words)]
         if unknown:
             raise FlagError(f"--{name} names {unknown[0]!r}, must be of {', '.join(words)}")
-    return Space(
+    hosts = {} if profiled else hosts_of(values)
+    found = Space(
         values.devices,
         int_list(values.tps, "tps"),
         int_list(values.pps, "pps"),
@@ -321,7 +339,30 @@ def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidat
         domain_devices=0 if profiled else values.domain_devices,
         schedules=tuple(map(Schedule, values.schedules)),
         prefill_pps=int_list(values.prefill_pps, "prefill_pps"),
+        **hosts,
     )
+    if next(iter(found), None) is None:
+        sizes = hosts.get("slice_devices") or f"at most {values.devices}"
+        raise ConfigError(
+            f"no worker of --tps={values.tps} --pps={values.pps} can be placed on {values.devices} x"
+            f" {values.hardware}: a worker has {sizes} devices,"
+            f" on whole hosts of {hosts.get('host_devices', 'any size')}"
+        )
+    return found
+
+
+def hosts_of(values: flags.FlagValues) -> dict[str, Any]:
+    """Returns the limits on a worker's devices: slices of a TPU as GKE has them, else hosts of `--devices_per_host`."""
+    slices = kubernetes.SLICES.get(values.hardware)
+    if slices is None:
+        return {"host_devices": values.devices_per_host}
+    return {"slice_devices": tuple(slices.topologies), "host_devices": max(slices.one_host)}
+
+
+def check_chip(values: flags.FlagValues) -> None:
+    """Raises FlagError where a plan for one chip would become a job for another."""
+    if values.hardware in kubernetes.SLICES and values["tpu"].present and values.tpu != values.hardware:
+        raise FlagError(f"--tpu={values.tpu} and --hardware={values.hardware}: a plan has one chip, give one")
 
 
 # ---------------------------------------------------------------------- the answer
@@ -331,13 +372,18 @@ def body(values: flags.FlagValues) -> int:
     if values.emit and not values.trace:
         if not values.config:
             raise FlagError("--emit needs a plan: --config=plan.toml, or --trace and the rest to make one")
-        emit(values, settings_of_file(values.config), values.config)
+        settings = replace(settings_of_file(values.config), platform=values.platform)
+        emit(values, settings, values.config, values.tpu)
         return 0
     return answer(values)
 
 
 def answer(values: flags.FlagValues) -> int:
     began = time.perf_counter()
+    wanted = [name for name in ("output", "emit") if getattr(values, name)]
+    if values.quick and wanted:
+        raise FlagError(f"--quick computes bounds and makes no plan for --{wanted[0]}: leave out one of the two")
+    check_chip(values)
     problem, builder = question(values)
     among = space(values, builder)
     console = Console()
@@ -353,8 +399,12 @@ def answer(values: flags.FlagValues) -> int:
         hardware(values.hardware).price_per_hour if isinstance(builder, CandidateBuilder) else 0.0
     )
     console.print(tables.shortlist(problem, found, usd, values.rate), highlight=False)
-    lines = [*recommendation.lines, *asked(values, problem, recommendation)]
-    for line in [*lines, *placed(recommendation.winner.candidate), *tables.counted(found.counts)]:
+    lines = [*recommendation.lines, *asked(values, problem, recommendation), *length_limit(values, problem)]
+    for line in [
+        *lines,
+        *placed(recommendation.winner.candidate),
+        *tables.counted(found.counts),
+    ]:
         console.print(line, highlight=False, soft_wrap=True)
     if rows:
         console.print(tables.varied(rows), highlight=False)
@@ -366,7 +416,11 @@ def answer(values: flags.FlagValues) -> int:
         write(values, settings, lines)
         console.print(f"python -m jdisagg.launch --config={values.output}", highlight=False, soft_wrap=True)
     if values.emit:
-        emit(values, Settings(**named(values), **settings), values.output or "a plan just made")
+        is_tpu = values.hardware in kubernetes.SLICES and isinstance(builder, CandidateBuilder)
+        chip = values.hardware if is_tpu else values.tpu
+        platform = "tpu" if is_tpu and values.platform == "auto" else values.platform
+        source = values.output or "a plan just made"
+        emit(values, Settings(**named(values), **settings, platform=platform), source, chip)
     console.print(f"--mesh={recommendation.winner.candidate.mesh}", highlight=False, soft_wrap=True)
     return 0
 
@@ -406,6 +460,15 @@ def asked(values: flags.FlagValues, problem: Problem, recommendation: Recommenda
     return lines
 
 
+def length_limit(values: flags.FlagValues, problem: Problem) -> list[str]:
+    """Returns a line on the context length of the plan, which is that of the workload's longest request."""
+    if values.cost.startswith("profile:"):
+        return []
+    left_out = f", of those up to --max_model_len={values.max_model_len}" if values.max_model_len else ""
+    most = longest(problem.workload.lengths)
+    return [f"max_model_len is {most}, the workload's longest request{left_out}: longer ones will be refused"]
+
+
 def placed(candidate: Candidate) -> list[str]:
     """Who stands together, of a plan whose pairs keep within fast domains."""
     units = paired(candidate.mesh, candidate.domain_devices) if candidate.domain_devices else ()
@@ -430,13 +493,14 @@ def named(values: flags.FlagValues) -> dict[str, str]:
     return {**model, **({"dtype": values.dtype} if known else {})}
 
 
-def emit(values: flags.FlagValues, settings: Settings, source: str) -> None:
-    """Writes the job of `settings`, which came from `source`, and says which files. Raises ConfigError."""
-    settings = replace(settings, platform=values.platform)
+def emit(values: flags.FlagValues, settings: Settings, source: str, chip: str) -> None:
+    """Writes the job of `settings`, which came from `source`, and prints the files. Raises ConfigError."""
     note = f"Made from {source} by `python -m jdisagg plan --emit`: change what it is made of, not this file."
-    of_job = values.job_name, values.image, values.devices_per_host, values.tpu
+    of_job = values.job_name, values.image, values.devices_per_host, chip
     job = JobValues(settings, *of_job, note, values.routers, values.fronts)
     found = files(job, values.emit)
+    for line in idle_chips(job, values.emit):
+        print(line)
     for path in write_files(values.job_folder, found):
         print(f"wrote {path}")
 

@@ -368,7 +368,7 @@ def _room(flag: str) -> ModuleType:
     try:
         return importlib.import_module(WRITERS[flag])
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--{flag} needs {error.name}: pip install 'jdisagg[sim]'") from error
+        raise ConfigError(f"--{flag} needs {error.name}: pip install matplotlib pyarrow") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

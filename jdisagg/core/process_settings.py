@@ -20,7 +20,11 @@ class ClusterSettings:
                           " here is asked of the host's name, SLURM's, Kubernetes' and TPU variables")  # fmt: skip
     router: str = everyday("", "cluster", "HOST:PORT of the router's control port; A,B: of two, told to all of them")
     control_port: int = everyday(8100, "cluster", "where the router's process hears worker processes; 0: any free one")
-    kv_listen: str = everyday("127.0.0.1:0", "cluster", "HOST:PORT where others pull KV; port 0: any free one")
+    kv_listen: str = everyday(
+        "127.0.0.1:0",
+        "cluster",
+        "HOST:PORT where others pull KV; not loopback with a router on another host; port 0: any free one",
+    )
     kv_advertise: str = setting("", "cluster", "host where others reach --kv_listen; empty: the one it names")
     transport: str = everyday("auto", "cluster", "how KV crosses processes; auto: the fastest that both ends share",
                              ("auto", "shm", "tcp", "jax_transfer", "nixl"))  # fmt: skip

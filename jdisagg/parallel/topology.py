@@ -58,7 +58,7 @@ def check_compiler(chip: Chip) -> None:
         found = find_spec("jax_plugins") is not None and any(find_spec(f"jax_plugins.{name}") for name in _PLUGINS)
     if not found:
         extra = f"aot-{chip.platform}"
-        raise ConfigError(f"the compiler for {chip.name} is not installed: pip install 'jdisagg[{extra}]'")
+        raise ConfigError(f"the compiler for {chip.name} is not installed: pip install -e '.[{extra}]' in the source")
 
 
 def _tpus(target: Target) -> tuple[Device, ...]:

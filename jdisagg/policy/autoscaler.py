@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 from jdisagg.core.errors import ConfigError, IllegalTransition
 from jdisagg.core.request import WorkerId
@@ -78,13 +79,15 @@ class Sign(StrEnum):
     RESTED = "rested"
 
 
-TABLE: dict[tuple[Stance, Sign], Stance] = {
-    (Stance.WATCHING, Sign.PAYS): Stance.LEANING,
-    (Stance.LEANING, Sign.PAYS_NOT): Stance.WATCHING,
-    (Stance.LEANING, Sign.LASTS): Stance.FLIPPING,
-    (Stance.FLIPPING, Sign.ENDED): Stance.RESTING,
-    (Stance.RESTING, Sign.RESTED): Stance.WATCHING,
-}
+TABLE: Mapping[tuple[Stance, Sign], Stance] = MappingProxyType(
+    {
+        (Stance.WATCHING, Sign.PAYS): Stance.LEANING,
+        (Stance.LEANING, Sign.PAYS_NOT): Stance.WATCHING,
+        (Stance.LEANING, Sign.LASTS): Stance.FLIPPING,
+        (Stance.FLIPPING, Sign.ENDED): Stance.RESTING,
+        (Stance.RESTING, Sign.RESTED): Stance.WATCHING,
+    }
+)
 
 
 def next_stance(stance: Stance, sign: Sign) -> Stance:
@@ -97,13 +100,16 @@ def next_stance(stance: Stance, sign: Sign) -> Stance:
 
 # ------------------------------------------------------------------ what is weighed
 
-SHARES = {Role.PREFILL: (1.0, 0.0), Role.DECODE: (0.0, 1.0), Role.COLOCATED: (0.5, 0.5)}  # of a worker, for each phase
-STRAIGHT: dict[Role, tuple[Role, ...]] = {
-    Role.PREFILL: (Role.DECODE,),
-    Role.DECODE: (Role.PREFILL,),
-    Role.COLOCATED: (Role.PREFILL, Role.DECODE),
-}
-MIXED = STRAIGHT | {Role.PREFILL: (Role.COLOCATED,), Role.DECODE: (Role.COLOCATED,)}
+# The shares of a worker that the prefill and the decode phase get.
+SHARES = MappingProxyType({Role.PREFILL: (1.0, 0.0), Role.DECODE: (0.0, 1.0), Role.COLOCATED: (0.5, 0.5)})
+STRAIGHT: Mapping[Role, tuple[Role, ...]] = MappingProxyType(
+    {
+        Role.PREFILL: (Role.DECODE,),
+        Role.DECODE: (Role.PREFILL,),
+        Role.COLOCATED: (Role.PREFILL, Role.DECODE),
+    }
+)
+MIXED = MappingProxyType(STRAIGHT | {Role.PREFILL: (Role.COLOCATED,), Role.DECODE: (Role.COLOCATED,)})
 
 
 @dataclass(frozen=True, slots=True)

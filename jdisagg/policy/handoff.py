@@ -9,8 +9,10 @@ IllegalTransition and changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from jdisagg.core.errors import IllegalTransition
 from jdisagg.core.request import Attempt, RequestId
@@ -47,38 +49,40 @@ class Signal(StrEnum):
     EXPIRE = "expire"
 
 
-TABLE: dict[tuple[End, State, Signal], State] = {
-    (End.SOURCE, State.IDLE, Signal.START): State.COMPUTING,
-    (End.SOURCE, State.COMPUTING, Signal.SHIP): State.STREAMING,
-    (End.SOURCE, State.STREAMING, Signal.SHIP): State.STREAMING,
-    (End.SOURCE, State.COMPUTING, Signal.COMMIT): State.SHIPPED,  # nothing had to travel
-    (End.SOURCE, State.STREAMING, Signal.COMMIT): State.SHIPPED,
-    (End.SOURCE, State.COMPUTING, Signal.RELEASE): State.RELEASED,
-    (End.SOURCE, State.STREAMING, Signal.RELEASE): State.RELEASED,
-    (End.SOURCE, State.SHIPPED, Signal.ACK): State.RELEASED,
-    (End.SOURCE, State.COMPUTING, Signal.ABORT): State.ABORTED,
-    (End.SOURCE, State.STREAMING, Signal.ABORT): State.ABORTED,
-    (End.SOURCE, State.SHIPPED, Signal.ABORT): State.ABORTED,
-    (End.SOURCE, State.COMPUTING, Signal.EXPIRE): State.ABORTED,
-    (End.SOURCE, State.STREAMING, Signal.EXPIRE): State.ABORTED,
-    (End.SOURCE, State.SHIPPED, Signal.EXPIRE): State.ABORTED,
-    (End.DESTINATION, State.IDLE, Signal.RESERVE): State.RESERVED,
-    (End.DESTINATION, State.RESERVED, Signal.ARRIVE): State.FILLING,
-    (End.DESTINATION, State.FILLING, Signal.ARRIVE): State.FILLING,
-    (End.DESTINATION, State.COMMITTED, Signal.ARRIVE): State.COMMITTED,
-    (End.DESTINATION, State.RESERVED, Signal.COMMIT): State.COMMITTED,
-    (End.DESTINATION, State.FILLING, Signal.COMMIT): State.COMMITTED,
-    (End.DESTINATION, State.COMMITTED, Signal.COMPLETE): State.ADMITTED,
-    (End.DESTINATION, State.ADMITTED, Signal.RELEASE): State.RELEASED,
-    (End.DESTINATION, State.RESERVED, Signal.RELEASE): State.RELEASED,
-    (End.DESTINATION, State.RESERVED, Signal.ABORT): State.ABORTED,
-    (End.DESTINATION, State.FILLING, Signal.ABORT): State.ABORTED,
-    (End.DESTINATION, State.COMMITTED, Signal.ABORT): State.ABORTED,
-    (End.DESTINATION, State.ADMITTED, Signal.ABORT): State.ABORTED,
-    (End.DESTINATION, State.RESERVED, Signal.EXPIRE): State.ABORTED,
-    (End.DESTINATION, State.FILLING, Signal.EXPIRE): State.ABORTED,
-    (End.DESTINATION, State.COMMITTED, Signal.EXPIRE): State.ABORTED,
-}
+TABLE: Mapping[tuple[End, State, Signal], State] = MappingProxyType(
+    {
+        (End.SOURCE, State.IDLE, Signal.START): State.COMPUTING,
+        (End.SOURCE, State.COMPUTING, Signal.SHIP): State.STREAMING,
+        (End.SOURCE, State.STREAMING, Signal.SHIP): State.STREAMING,
+        (End.SOURCE, State.COMPUTING, Signal.COMMIT): State.SHIPPED,  # nothing had to travel
+        (End.SOURCE, State.STREAMING, Signal.COMMIT): State.SHIPPED,
+        (End.SOURCE, State.COMPUTING, Signal.RELEASE): State.RELEASED,
+        (End.SOURCE, State.STREAMING, Signal.RELEASE): State.RELEASED,
+        (End.SOURCE, State.SHIPPED, Signal.ACK): State.RELEASED,
+        (End.SOURCE, State.COMPUTING, Signal.ABORT): State.ABORTED,
+        (End.SOURCE, State.STREAMING, Signal.ABORT): State.ABORTED,
+        (End.SOURCE, State.SHIPPED, Signal.ABORT): State.ABORTED,
+        (End.SOURCE, State.COMPUTING, Signal.EXPIRE): State.ABORTED,
+        (End.SOURCE, State.STREAMING, Signal.EXPIRE): State.ABORTED,
+        (End.SOURCE, State.SHIPPED, Signal.EXPIRE): State.ABORTED,
+        (End.DESTINATION, State.IDLE, Signal.RESERVE): State.RESERVED,
+        (End.DESTINATION, State.RESERVED, Signal.ARRIVE): State.FILLING,
+        (End.DESTINATION, State.FILLING, Signal.ARRIVE): State.FILLING,
+        (End.DESTINATION, State.COMMITTED, Signal.ARRIVE): State.COMMITTED,
+        (End.DESTINATION, State.RESERVED, Signal.COMMIT): State.COMMITTED,
+        (End.DESTINATION, State.FILLING, Signal.COMMIT): State.COMMITTED,
+        (End.DESTINATION, State.COMMITTED, Signal.COMPLETE): State.ADMITTED,
+        (End.DESTINATION, State.ADMITTED, Signal.RELEASE): State.RELEASED,
+        (End.DESTINATION, State.RESERVED, Signal.RELEASE): State.RELEASED,
+        (End.DESTINATION, State.RESERVED, Signal.ABORT): State.ABORTED,
+        (End.DESTINATION, State.FILLING, Signal.ABORT): State.ABORTED,
+        (End.DESTINATION, State.COMMITTED, Signal.ABORT): State.ABORTED,
+        (End.DESTINATION, State.ADMITTED, Signal.ABORT): State.ABORTED,
+        (End.DESTINATION, State.RESERVED, Signal.EXPIRE): State.ABORTED,
+        (End.DESTINATION, State.FILLING, Signal.EXPIRE): State.ABORTED,
+        (End.DESTINATION, State.COMMITTED, Signal.EXPIRE): State.ABORTED,
+    }
+)
 
 OVER = frozenset({State.RELEASED, State.ABORTED})
 
@@ -92,16 +96,18 @@ class Wait:
     deadline: str
 
 
-WAITS: dict[tuple[End, State], Wait] = {
-    (End.SOURCE, State.COMPUTING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.timeout_s"),
-    (End.SOURCE, State.STREAMING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.timeout_s"),
-    (End.SOURCE, State.SHIPPED): Wait("ACK", "prefill worker", "WorkerConfig.ack_timeout_s"),
-    # A lease begins anew with every part and every Renew: it outlasts any prompt whose source lives.
-    (End.DESTINATION, State.RESERVED): Wait("parts and COMMIT", "decode worker", "Reserve.lease_s"),
-    (End.DESTINATION, State.FILLING): Wait("parts and COMMIT", "decode worker", "Reserve.lease_s"),
-    (End.DESTINATION, State.COMMITTED): Wait("missing parts", "decode worker", "Reserve.lease_s"),
-    (End.DESTINATION, State.ADMITTED): Wait("the next token", "router", "RouterConfig.stall_timeout_s"),
-}
+WAITS: Mapping[tuple[End, State], Wait] = MappingProxyType(
+    {
+        (End.SOURCE, State.COMPUTING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.timeout_s"),
+        (End.SOURCE, State.STREAMING): Wait("its turn and its tokens", "prefill worker", "StartPrefill.timeout_s"),
+        (End.SOURCE, State.SHIPPED): Wait("ACK", "prefill worker", "WorkerConfig.ack_timeout_s"),
+        # A lease begins anew with every part and every Renew: it outlasts any prompt whose source lives.
+        (End.DESTINATION, State.RESERVED): Wait("parts and COMMIT", "decode worker", "Reserve.lease_s"),
+        (End.DESTINATION, State.FILLING): Wait("parts and COMMIT", "decode worker", "Reserve.lease_s"),
+        (End.DESTINATION, State.COMMITTED): Wait("missing parts", "decode worker", "Reserve.lease_s"),
+        (End.DESTINATION, State.ADMITTED): Wait("the next token", "router", "RouterConfig.stall_timeout_s"),
+    }
+)
 
 
 def next_state(end: End, state: State, signal: Signal) -> State:

@@ -10,9 +10,10 @@ knows no more than the members that ask it say: it may lead those while the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 PROMISE_S = 3.0  # that who asked to be taken obeys nobody of a lower term
 ASKED_S = 2.0  # that a router counts upon it: less, for clocks tick apart
@@ -32,11 +33,13 @@ class Sign(StrEnum):
     FORSAKEN = "forsaken"  # neither the other router nor more than half of the members are with it
 
 
-TABLE: dict[tuple[Rank, Sign], Rank] = {
-    (Rank.STANDING_BY, Sign.CALLED): Rank.LEADING,
-    (Rank.LEADING, Sign.OUTRANKED): Rank.DEPOSED,
-    (Rank.LEADING, Sign.FORSAKEN): Rank.DEPOSED,
-}
+TABLE: Mapping[tuple[Rank, Sign], Rank] = MappingProxyType(
+    {
+        (Rank.STANDING_BY, Sign.CALLED): Rank.LEADING,
+        (Rank.LEADING, Sign.OUTRANKED): Rank.DEPOSED,
+        (Rank.LEADING, Sign.FORSAKEN): Rank.DEPOSED,
+    }
+)
 
 
 class Witness:

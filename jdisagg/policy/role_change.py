@@ -7,9 +7,10 @@ number (`life`), so that a word of an earlier one is void.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from jdisagg.core.errors import IllegalTransition
 from jdisagg.core.request import WorkerId
@@ -32,13 +33,15 @@ class Signal(StrEnum):
     JOIN = "join"
 
 
-TABLE: dict[tuple[Standing, Signal], Standing] = {
-    (Standing.SERVING, Signal.LEAVE): Standing.LEAVING,
-    (Standing.LEAVING, Signal.EMPTY): Standing.DRAINED,
-    (Standing.DRAINED, Signal.LEAVE): Standing.LEAVING,  # it was drained, and is to become something after all
-    (Standing.DRAINED, Signal.CHANGE): Standing.CHANGING,
-    (Standing.CHANGING, Signal.JOIN): Standing.SERVING,
-}
+TABLE: Mapping[tuple[Standing, Signal], Standing] = MappingProxyType(
+    {
+        (Standing.SERVING, Signal.LEAVE): Standing.LEAVING,
+        (Standing.LEAVING, Signal.EMPTY): Standing.DRAINED,
+        (Standing.DRAINED, Signal.LEAVE): Standing.LEAVING,  # it was drained, and is to become something after all
+        (Standing.DRAINED, Signal.CHANGE): Standing.CHANGING,
+        (Standing.CHANGING, Signal.JOIN): Standing.SERVING,
+    }
+)
 
 
 def next_standing(standing: Standing, signal: Signal) -> Standing:
@@ -63,7 +66,7 @@ class RoleChange:
         self.standing = next_standing(self.standing, signal)
 
 
-PHASES = {Role.PREFILL: ("prefill",), Role.DECODE: ("decode",), Role.COLOCATED: ("prefill", "decode")}
+PHASES = MappingProxyType({Role.PREFILL: ("prefill",), Role.DECODE: ("decode",), Role.COLOCATED: ("prefill", "decode")})
 
 
 def phases_of(roles: Iterable[Role]) -> set[str]:

@@ -12,10 +12,11 @@ without those before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
+from types import MappingProxyType
 
 from jdisagg.core.errors import IllegalTransition
 from jdisagg.policy.prefix_cache import PageHash, unheard
@@ -37,15 +38,17 @@ class Turn(StrEnum):
     EVICT = "evict"
 
 
-TABLE: dict[tuple[Use, Turn], Use] = {
-    (Use.FREE, Turn.ADMIT): Use.IN_FLIGHT,
-    (Use.IN_FLIGHT, Turn.WRITTEN): Use.CACHED,
-    (Use.IN_FLIGHT, Turn.LOST): Use.FREE,
-    (Use.CACHED, Turn.LOCK): Use.LIVE,
-    (Use.LIVE, Turn.LOCK): Use.LIVE,
-    (Use.LIVE, Turn.UNLOCK): Use.CACHED,
-    (Use.CACHED, Turn.EVICT): Use.FREE,
-}
+TABLE: Mapping[tuple[Use, Turn], Use] = MappingProxyType(
+    {
+        (Use.FREE, Turn.ADMIT): Use.IN_FLIGHT,
+        (Use.IN_FLIGHT, Turn.WRITTEN): Use.CACHED,
+        (Use.IN_FLIGHT, Turn.LOST): Use.FREE,
+        (Use.CACHED, Turn.LOCK): Use.LIVE,
+        (Use.LIVE, Turn.LOCK): Use.LIVE,
+        (Use.LIVE, Turn.UNLOCK): Use.CACHED,
+        (Use.CACHED, Turn.EVICT): Use.FREE,
+    }
+)
 SLACK = 64  # places in the heap of victims that are no longer true, beside as many as pages
 
 

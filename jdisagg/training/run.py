@@ -554,6 +554,6 @@ def _plot(reports: list[Report], path: Path) -> None:
     try:
         plot = importlib.import_module("jdisagg.training.plot")
     except ModuleNotFoundError as error:
-        log.warning("no %s: it needs %s: pip install 'jdisagg[train]'", path, error.name)
+        log.warning("no %s: it needs %s: pip install matplotlib", path, error.name)
     else:
         plot.plot_losses(reports, path)

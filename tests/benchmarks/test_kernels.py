@@ -105,7 +105,7 @@ def test_a_case_that_fails_is_named_and_ends_no_other(monkeypatch, tmp_path, cap
     def broken(case, sizes, platform):
         raise RuntimeError("out of memory\nand more")
 
-    monkeypatch.setitem(kernels_contests.MAKERS, "write_kv_pages", broken)
+    monkeypatch.setattr(kernels_contests, "MAKERS", {**kernels_contests.MAKERS, "write_kv_pages": broken})
     output = tmp_path / "kernels.json"
     asked = ["--suite=tiny", "--rounds=1", "--only=write|64 tokens x 2 layers, raw", f"--output={output}"]
     assert kernels.main(asked) == 1

@@ -24,6 +24,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 from jdisagg.serve.cluster.leadership import pair_of
 from jdisagg.serve.cluster.processes import roles_of
+from jdisagg.serve.deploy.servers import check_kv_address
 from jdisagg.serve.frontends.http.app import create_app
 from jdisagg.serve.group.world import devices_each
 from jdisagg.terminal import JOBS, VARIABLES, here
@@ -122,6 +123,8 @@ def test_every_container_is_started_with_flags_that_launch_has():
         assert (settings.model, settings.kv_tokens, settings.drain_s) == ("/models/big", 70_000, 60.0), where
         assert settings.mesh == mesh_at(where) and settings.dtype == "bfloat16", where
         assert settings.secret_file and settings.platform == ("tpu" if "gke" in where else "gpu"), where
+        if settings.router:  # names of Kubernetes resolve to other pods; compose has one host
+            check_kv_address(settings if where.startswith("compose") else replace(settings, router="10.0.0.5:8100"))
 
 
 def test_a_flag_that_launch_no_longer_has_is_found():
@@ -399,6 +402,7 @@ def test_the_job_of_slurm_starts_every_process_with_flags_that_launch_has(steps)
         assert settings.mesh == "prefill:tp8,decode:ring4tp8" and settings.secret_file == router.secret_file
         if settings is not router:
             assert settings.router.endswith(f":{router.control_port}") and settings.kv_advertise
+            check_kv_address(replace(settings, router="10.0.0.5:8100"))
 
 
 def test_each_group_of_a_job_has_its_ranks_and_a_coordinators_port_of_its_own(steps):

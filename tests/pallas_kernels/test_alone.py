@@ -63,12 +63,12 @@ def test_a_measured_choice_is_taken_for_its_key_alone(monkeypatch):
     q, pool = jnp.ones((3, 4, 64)), jnp.ones((3, 2, 2, 16, 64))
     key = tuning.key_of("paged_attention", q, pool)
     assert key.rows == 4
-    monkeypatch.setitem(tuning.TUNED, tuple(key), {"block_pages": 1})
+    monkeypatch.setattr(tuning, "TUNED", {tuple(key): {"block_pages": 1}})
     assert tuning.tuned("paged_attention", q, pool) == {"block_pages": 1}
     assert not tuning.tuned("paged_attention", q[:2], pool)
     assert not tuning.tuned("prefill_attention", q, pool)
     assert tpu.pages_of_block(pool) > 1
     table, lengths = jnp.ones((3, 2), jnp.int32), jnp.full(3, 20, jnp.int32)
     with pytest.raises(TypeError):  # what the table holds is what the kernel takes
-        monkeypatch.setitem(tuning.TUNED, tuple(key), {"block_pages": "two"})
+        monkeypatch.setattr(tuning, "TUNED", {tuple(key): {"block_pages": "two"}})
         tpu.paged_attention(PagedAttentionArgs(q, pool, table, lengths, scale=1.0), interpret=True)

@@ -130,8 +130,8 @@ def test_a_measured_choice_is_of_the_matrices_alone_and_says_whose_code_runs(mon
     x, matrices = shape((4, 64)), shape((8, 64, 384))
     key = tuple(tuning.product_key(matrices, False))
     with on_a("NVIDIA H200"):
-        monkeypatch.setitem(tuning.TUNED, key, {MOSAIC: 0})
+        monkeypatch.setattr(tuning, "TUNED", {key: {MOSAIC: 0}})
         assert not multiplies_by_mosaic(x, matrices, False) and multiplies_by_mosaic(x, shape((8, 384, 64)), False)
-        monkeypatch.setitem(tuning.TUNED, key, {MOSAIC: 1, "outputs": 192})
+        monkeypatch.setattr(tuning, "TUNED", {key: {MOSAIC: 1, "outputs": 192}})
         assert multiplies_by_mosaic(x, matrices, False)
         assert [hopper.choose_blocks(rows, matrices, False).outputs for rows in (4, 4096)] == [192, 192]

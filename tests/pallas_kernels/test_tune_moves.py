@@ -61,14 +61,14 @@ def test_a_choice_is_looked_up_by_slots_whatever_rows_each_has(monkeypatch):
     q, pool = jnp.zeros((8, 8, 128), "bfloat16"), jnp.zeros((9, 2, 2, 16, 128), "bfloat16")
     monkeypatch.setattr(platforms, "gpu_generation", lambda: platforms.HOPPER)
     of_two_slots = tuple(tuning.key_of("paged_attention", q[:2], pool))
-    monkeypatch.setitem(tuning.TUNED, of_two_slots, {MOSAIC: 0})
+    monkeypatch.setattr(tuning, "TUNED", {of_two_slots: {MOSAIC: 0}})
     attend = platforms.by_generation("paged_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
     lengths = jnp.zeros(8, jnp.int32)
     two, eight = (PagedAttentionArgs(q, pool, jnp.zeros((slots, 4), jnp.int32), lengths, scale=1.0) for slots in (2, 8))
     assert attend(two) == "triton"  # four rows of each
     assert attend(eight) == "mosaic"
     chunk = platforms.by_generation("prefill_attention", lambda *_: "mosaic", lambda *_: "triton")  # type: ignore
-    monkeypatch.setitem(tuning.TUNED, ("prefill_attention", *of_two_slots[1:]), {MOSAIC: 0})
+    monkeypatch.setattr(tuning, "TUNED", {("prefill_attention", *of_two_slots[1:]): {MOSAIC: 0}})
     assert chunk(PrefillAttentionArgs(*two.arrays[:4], jnp.zeros(3, jnp.int32), scale=1.0)) == "mosaic"  # by its tokens
 
 

@@ -40,7 +40,7 @@ def test_a_candidate_is_cut_as_the_choice_will_be(width, monkeypatch):
     told = []
     monkeypatch.setattr(hopper, "grouped_product", lambda x, *_, blocks, **__: told.append(blocks) or x)
     tune.kernel_of("gpu", work, {MOSAIC: 1, "outputs": width}, interpret=False)(*tune.arguments_of(work))
-    monkeypatch.setitem(tuning.TUNED, tuple(work.key()), {MOSAIC: 1, "outputs": width})
+    monkeypatch.setattr(tuning, "TUNED", {tuple(work.key()): {MOSAIC: 1, "outputs": width}})
     assert told == [hopper.choose_blocks(rows, work.matrices, out_first=False) for rows in work.rows]
     assert {each.warpgroups for each in told} == {1, 2}
 

@@ -71,7 +71,8 @@ def test_a_cluster_has_a_router_without_devices_and_a_process_a_role():
     assert "http 0.0.0.0:8000, grpc 0.0.0.0:8080, control 0.0.0.0:8100" in router
     assert [each.splitlines()[0] for each in workers] == ["prefill", "decode"]
     assert "stage 3: layers 61-79, shards 0-1 of 2" in workers[1]
-    assert "--router=ROUTER:8100" in command(workers[1]) and "KV 127.0.0.1:any free one" in workers[1]
+    assert "--router=ROUTER:8100" in command(workers[1]) and "KV ADDRESS:any free one" in workers[1]
+    assert "--kv_listen=ADDRESS:0" in command(workers[1])
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.traceparent import span_id_of
+from jdisagg.serve.deploy import assemble
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.app import create_app
 from jdisagg.serve.observability import otlp
 from jdisagg.serve.observability.otlp import Exporter, Source, Span, Tracer
+from jdisagg.serve.observability.records import Records
 from tests.ports import free_port
 from tests.serve.live_http import eventually, serving
 from tests.serve.live_toy import toy_stack
@@ -213,3 +216,9 @@ def test_what_waits_at_the_end_is_still_sent() -> None:
 def test_an_endpoint_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--otlp_endpoint is 'localhost:4318'"):
         Settings(otlp_endpoint="localhost:4318").check()
+
+
+def test_an_endpoint_without_opentelemetry_is_one_line_that_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jdisagg.serve.observability.otlp", None)
+    with pytest.raises(ConfigError, match=r"--otlp_endpoint=http://x needs .*pip install opentelemetry-exporter-otlp"):
+        assemble.asked_observers(Records(), None, Settings(otlp_endpoint="http://x", debug_keep=0))  # type: ignore[arg-type]

@@ -98,6 +98,6 @@ def open_grammars(place: Path, vocab_size: int) -> GrammarCompiler:
         module = import_module("jdisagg.model.grammars.guidance")
     except ImportError as error:
         raise ConfigError(
-            f"structured output needs {error.name}, which is not installed: pip install 'jdisagg[structured]' does it"
+            f"structured output needs {error.name}, which is not installed: pip install llguidance does it"
         ) from error
     return module.Guidance(Tokenizer(place), vocab_size)

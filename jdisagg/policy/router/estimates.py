@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jdisagg.core.labels import NOWHERE, SHARED_BY, Labels, LinkClass, link_class
@@ -172,13 +173,15 @@ class Pace:
         return max_tokens if usual is None else min(max_tokens, usual)
 
 
-PRIOR = {  # bytes a second, one way: NVLink or ICI, PCIe or shared memory, and networks, as one stream gets them
-    LinkClass.PROCESS: 200e9,
-    LinkClass.HOST: 100e9,
-    LinkClass.RACK: 25e9,
-    LinkClass.POD: 10e9,
-    LinkClass.BEYOND: 2.5e9,
-}
+PRIOR = MappingProxyType(
+    {  # bytes a second, one way: NVLink or ICI, PCIe or shared memory, and networks, as one stream gets them
+        LinkClass.PROCESS: 200e9,
+        LinkClass.HOST: 100e9,
+        LinkClass.RACK: 25e9,
+        LinkClass.POD: 10e9,
+        LinkClass.BEYOND: 2.5e9,
+    }
+)
 LINK_DECAY = 0.9  # weight of earlier transfers, with each new one
 FEW = 3.0  # transfers of a pair that weigh as much as all that is known of its class
 MOST_PAIRS = 1 << 16  # that are remembered; the one that was seen first goes first

@@ -8,8 +8,10 @@ part is sent again by its source first: the router sees only what sending again 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from jdisagg.core.events import Finish, SetTimer
 from jdisagg.core.ledger import Ledger, Mark
@@ -51,27 +53,29 @@ class Recovery(StrEnum):
 
 # QUEUED here means that a reservation is out. Where a row is missing, the kind cannot come in that phase, or is
 # late: it is ignored. Any other recovery becomes a failure when a request has had its retries.
-TABLE: dict[tuple[FailureKind, Phase], Recovery] = {
-    (FailureKind.NO_ANSWER, Phase.QUEUED): Recovery.REPREFILL,
-    (FailureKind.DECODE_GAVE_UP, Phase.QUEUED): Recovery.REPREFILL,
-    (FailureKind.DECODE_LOST, Phase.QUEUED): Recovery.REPREFILL,
-    (FailureKind.PREFILL_LOST, Phase.QUEUED): Recovery.REPREFILL,
-    (FailureKind.PREFILL_LATE, Phase.PREFILLING): Recovery.REPREFILL,
-    (FailureKind.PREFILL_GAVE_UP, Phase.PREFILLING): Recovery.REPREFILL,
-    (FailureKind.DECODE_GAVE_UP, Phase.PREFILLING): Recovery.REPREFILL,
-    (FailureKind.PREFILL_LOST, Phase.PREFILLING): Recovery.REPREFILL,
-    (FailureKind.DECODE_LOST, Phase.PREFILLING): Recovery.REPREFILL,
-    (FailureKind.SHIP_LATE, Phase.SHIPPING): Recovery.RESUME,
-    (FailureKind.PREFILL_GAVE_UP, Phase.SHIPPING): Recovery.RESUME,
-    (FailureKind.DECODE_GAVE_UP, Phase.SHIPPING): Recovery.RESUME,
-    (FailureKind.PREFILL_LOST, Phase.SHIPPING): Recovery.RESUME,
-    (FailureKind.DECODE_LOST, Phase.SHIPPING): Recovery.RESUME,
-    (FailureKind.TOKEN_LATE, Phase.DECODING): Recovery.RESUME,
-    (FailureKind.DECODE_GAVE_UP, Phase.DECODING): Recovery.RESUME,
-    (FailureKind.DECODE_LOST, Phase.DECODING): Recovery.RESUME,
-    (FailureKind.PREFILL_GAVE_UP, Phase.DECODING): Recovery.IGNORE,  # a source that missed its Ack: the KV is here
-    (FailureKind.PREFILL_LOST, Phase.DECODING): Recovery.IGNORE,
-}
+TABLE: Mapping[tuple[FailureKind, Phase], Recovery] = MappingProxyType(
+    {
+        (FailureKind.NO_ANSWER, Phase.QUEUED): Recovery.REPREFILL,
+        (FailureKind.DECODE_GAVE_UP, Phase.QUEUED): Recovery.REPREFILL,
+        (FailureKind.DECODE_LOST, Phase.QUEUED): Recovery.REPREFILL,
+        (FailureKind.PREFILL_LOST, Phase.QUEUED): Recovery.REPREFILL,
+        (FailureKind.PREFILL_LATE, Phase.PREFILLING): Recovery.REPREFILL,
+        (FailureKind.PREFILL_GAVE_UP, Phase.PREFILLING): Recovery.REPREFILL,
+        (FailureKind.DECODE_GAVE_UP, Phase.PREFILLING): Recovery.REPREFILL,
+        (FailureKind.PREFILL_LOST, Phase.PREFILLING): Recovery.REPREFILL,
+        (FailureKind.DECODE_LOST, Phase.PREFILLING): Recovery.REPREFILL,
+        (FailureKind.SHIP_LATE, Phase.SHIPPING): Recovery.RESUME,
+        (FailureKind.PREFILL_GAVE_UP, Phase.SHIPPING): Recovery.RESUME,
+        (FailureKind.DECODE_GAVE_UP, Phase.SHIPPING): Recovery.RESUME,
+        (FailureKind.PREFILL_LOST, Phase.SHIPPING): Recovery.RESUME,
+        (FailureKind.DECODE_LOST, Phase.SHIPPING): Recovery.RESUME,
+        (FailureKind.TOKEN_LATE, Phase.DECODING): Recovery.RESUME,
+        (FailureKind.DECODE_GAVE_UP, Phase.DECODING): Recovery.RESUME,
+        (FailureKind.DECODE_LOST, Phase.DECODING): Recovery.RESUME,
+        (FailureKind.PREFILL_GAVE_UP, Phase.DECODING): Recovery.IGNORE,  # a source that missed its Ack: the KV is here
+        (FailureKind.PREFILL_LOST, Phase.DECODING): Recovery.IGNORE,
+    }
+)
 
 
 def recovery(kind: FailureKind, phase: Phase) -> Recovery:
@@ -104,24 +108,30 @@ class Waiting(StrEnum):
     TOKEN = "its next token"
 
 
-PHASE_OF_MARK = {
-    Mark.FIRST_TOKEN: Phase.SHIPPING,
-    Mark.COMMITTED: Phase.DECODING,
-    Mark.FIRST_STEP: Phase.DECODING,
-}
-END_PHASE = {
-    FinishReason.STOP: Phase.FINISHED,
-    FinishReason.LENGTH: Phase.FINISHED,
-    FinishReason.ABORT: Phase.CANCELLED,
-    FinishReason.TIMEOUT: Phase.FAILED,
-    FinishReason.ERROR: Phase.FAILED,
-}
-FAILURE_OF_WAIT = {
-    Waiting.ANSWER: FailureKind.NO_ANSWER,
-    Waiting.PREFILL: FailureKind.PREFILL_LATE,
-    Waiting.SHIP: FailureKind.SHIP_LATE,
-    Waiting.TOKEN: FailureKind.TOKEN_LATE,
-}
+PHASE_OF_MARK = MappingProxyType(
+    {
+        Mark.FIRST_TOKEN: Phase.SHIPPING,
+        Mark.COMMITTED: Phase.DECODING,
+        Mark.FIRST_STEP: Phase.DECODING,
+    }
+)
+END_PHASE = MappingProxyType(
+    {
+        FinishReason.STOP: Phase.FINISHED,
+        FinishReason.LENGTH: Phase.FINISHED,
+        FinishReason.ABORT: Phase.CANCELLED,
+        FinishReason.TIMEOUT: Phase.FAILED,
+        FinishReason.ERROR: Phase.FAILED,
+    }
+)
+FAILURE_OF_WAIT = MappingProxyType(
+    {
+        Waiting.ANSWER: FailureKind.NO_ANSWER,
+        Waiting.PREFILL: FailureKind.PREFILL_LATE,
+        Waiting.SHIP: FailureKind.SHIP_LATE,
+        Waiting.TOKEN: FailureKind.TOKEN_LATE,
+    }
+)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,7 @@ import atexit
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from jdisagg import __version__
 from jdisagg.core.adapters import adapter_sizes
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.journal import Header
 from jdisagg.core.layout.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import AS_ACTIVATIONS, SCALED, ModelConfig, WeightFormat
@@ -49,7 +51,6 @@ from jdisagg.serve.frontends.adapters import adapters_of
 from jdisagg.serve.frontends.grammars import grammars_of
 from jdisagg.serve.observability.cluster_view import holders_of
 from jdisagg.serve.observability.metrics import Metrics
-from jdisagg.serve.observability.otlp import Exporter, Source, Tracer
 from jdisagg.serve.observability.records import DebugState, Records, open_journal, transfer_stats_of
 
 # What the matrices of a run are to hold, decided when they are loaded: asked for, or measured where that is
@@ -258,9 +259,16 @@ def asked_observers(records: Records, deployment: Deployment, settings: Settings
     kept = (records.observe,) if settings.debug_keep else ()
     if not settings.otlp_endpoint:
         return kept
-    exporter = Exporter(settings.otlp_endpoint)
+    try:
+        otlp = import_module("jdisagg.serve.observability.otlp")
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp_endpoint={settings.otlp_endpoint} needs {error.name}, which is not installed:"
+            " pip install opentelemetry-exporter-otlp-proto-http"
+        ) from error
+    exporter = otlp.Exporter(settings.otlp_endpoint)
     atexit.register(exporter.close)
-    return (*kept, Tracer(Source.of(deployment.model_name, __version__), exporter.put).observe)
+    return (*kept, otlp.Tracer(otlp.Source.of(deployment.model_name, __version__), exporter.put).observe)
 
 
 def load_executors(

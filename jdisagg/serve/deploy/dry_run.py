@@ -19,6 +19,7 @@ from jdisagg.serve.cluster.processes import ALL_ROLES, FRONT_ROLE, ROUTER_ROLE, 
 from jdisagg.serve.deploy.deployment import AUTO, Deployment
 from jdisagg.serve.deploy.memory import Budget
 
+OWN_ADDRESS = "ADDRESS"  # a placeholder for the address of the host that the process runs on
 HERE = "ROUTER"  # whoever reads puts the router's host in its place
 
 
@@ -131,12 +132,17 @@ class DryRun:
         if ROUTER_ROLE in process.roles:
             yield f"control {given.host}:{_port(given.control_port)}"
         if process.places and ALL_ROLES not in process.roles:
-            host, _, port = given.kv_listen.rpartition(":")
+            host, _, port = self._kv_listen().rpartition(":")
             yield f"KV {host}:{_port(int(port))}"
         if process.size > 1 and process.rank == 0 and self.group is not None:
             yield f"coordinator {self.group.coordinator}"
         if not serves and not process.places:
             yield "none"
+
+    def _kv_listen(self) -> str:
+        """Returns the KV address, with a placeholder where the router's host is one: it may be another host."""
+        is_standard = not self.settings.router and self.settings.kv_listen == Settings().kv_listen
+        return f"{OWN_ADDRESS}:0" if is_standard else self.settings.kv_listen
 
     def command(self, process: ProcessPlan) -> str:
         """The process's own."""
@@ -145,6 +151,7 @@ class DryRun:
         told |= {"role": ",".join(process.roles), "router": "", "group_rank": -1}
         if ROUTER_ROLE not in process.roles and ALL_ROLES not in process.roles:
             told["router"] = self.settings.router or f"{HERE}:{self.settings.control_port}"
+            told["kv_listen"] = self._kv_listen() if process.places else self.settings.kv_listen
         if process.size > 1 and self.group is not None:
             place = process.places[0].worker
             group = self.group.group if len(self._places(process.roles)) == 1 else place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import resource
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import grpc.aio
 import uvicorn
@@ -35,6 +36,7 @@ from jdisagg.serve.frontends.tools.asked import parsers_of
 from jdisagg.serve.observability import health
 from jdisagg.serve.observability.tracing import Profiles, own_profile
 
+LOCAL_NAMES = ("", "localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 BACKLOG = 512  # the kernel's; all of them may be accepted before the first that is too many is refused
 DESCRIPTORS = Path("/proc/self/fd")
 GRACE_S = 2  # for answers that are complete, but whose clients have not read them, once draining is over
@@ -69,13 +71,66 @@ def bind(settings: Settings) -> Sockets:
 
 
 def check_cluster_ports(settings: Settings, has_router: bool, has_workers: bool) -> None:
-    """That nobody has the control port of a router, or the KV port of workers. Raises ConfigError as `bind` does."""
+    """Checks that the router's control port and the workers' KV address can be used. Raises ConfigError as `bind`."""
     if has_router:
         _bound(settings.host, settings.control_port, "control_port").close()
     if has_workers:
+        check_kv_address(settings)
         _bound(*split_address(settings.kv_listen), "kv_listen").close()
         if settings.health_port >= 0:
             _bound(settings.host, settings.health_port, "health_port").close()
+
+
+def check_kv_address(settings: Settings) -> None:
+    """Raises ConfigError where a router is on another host and the workers' KV address can be reached on this one only.
+
+    A router whose name does not resolve yet is taken for a local one. A name given as `kv_advertise` is resolved by the
+    peers, so that it may be this host's own name, which resolves to a loopback address here.
+    """
+    remote = [each for each in settings.router.split(",") if each and is_remote(split_address(each)[0])]
+    if not remote:
+        return
+    listens, told = split_address(settings.kv_listen)[0], settings.kv_advertise
+    is_bound_here = any(each.is_loopback for each in addresses_of(listens))
+    if not is_bound_here and not is_local_name(told or listens):
+        return
+    flag, given = ("kv_advertise", told) if told and not is_bound_here else ("kv_listen", settings.kv_listen)
+    raise ConfigError(
+        f"--{flag}={given} cannot be reached from other hosts, and --router={remote[0]} is on another one; "
+        "set --kv_listen=ADDRESS:0 with this host's address, or --kv_listen=0.0.0.0:0 --kv_advertise=ADDRESS"
+    )
+
+
+def is_remote(host: str) -> bool:
+    """Returns whether a host resolves, and to no loopback address."""
+    found = addresses_of(host)
+    return bool(found) and not any(each.is_loopback or each.is_unspecified for each in found)
+
+
+def is_local_name(host: str) -> bool:
+    """Returns whether peers on other hosts would reach themselves by this name: localhost, loopback or unspecified."""
+    host = host.removeprefix("[").removesuffix("]")
+    if host.rstrip(".").lower() in LOCAL_NAMES:
+        return True
+    try:
+        numeric = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        return False
+    return any(each.is_loopback or each.is_unspecified for each in _addresses(numeric))
+
+
+def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Returns the addresses that a name or an address stands for; none where it does not resolve."""
+    try:
+        return _addresses(socket.getaddrinfo(host or "::", None, type=socket.SOCK_STREAM))
+    except OSError:
+        return []
+
+
+def _addresses(found: list[Any]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Returns the addresses of `getaddrinfo`'s answer, those of IPv4 that are written as IPv6 as IPv4."""
+    parsed = [ipaddress.ip_address(each[4][0].partition("%")[0]) for each in found]
+    return [getattr(each, "ipv4_mapped", None) or each for each in parsed]
 
 
 def _bound(host: str, port: int, flag: str) -> socket.socket:

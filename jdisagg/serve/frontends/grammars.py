@@ -17,7 +17,7 @@ def why_no_grammars(settings: Settings) -> str:
     if settings.structured_output == "off":
         return "this server runs with --structured_output=off"
     if not grammars_installed():
-        return "this server has no llguidance; pip install 'jdisagg[structured]' gives it"
+        return "this server has no llguidance; pip install llguidance gives it"
     return ""
 
 

@@ -126,7 +126,8 @@ class Space:
     """`fill`: candidates take as many of the devices as their shapes can; else any number of them up to all.
 
     `domain_devices`: of a fast domain (a node, a slice), 0 where there are none: pools whose pairs may stand
-    within such domains are tried so, too.
+    within such domains are tried so, too. `slice_devices`: the numbers of devices that a worker may have, none: any.
+    `host_devices`: of a host, 0: no limit; a larger worker has whole hosts, and only decode pipelines span them.
     """
 
     devices: int
@@ -138,6 +139,8 @@ class Space:
     domain_devices: int = 0
     schedules: tuple[Schedule, ...] = (Schedule.STAGES,)  # of decode pipelines
     prefill_pps: tuple[int, ...] = (1,)
+    slice_devices: tuple[int, ...] = ()
+    host_devices: int = 0
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -194,8 +197,18 @@ class Space:
         for pp in self.pps if role.decodes else self.prefill_pps:
             schedules = self.schedules if role is Role.DECODE and pp > 1 else (Schedule.STAGES,)
             for tp, schedule in itertools.product(self.tps, schedules):
-                if pp * tp <= most:
-                    yield PoolSpec(role, 1, pp, tp, schedule=schedule)
+                pool = PoolSpec(role, 1, pp, tp, schedule=schedule)
+                if pp * tp <= most and self._can_place(pool):
+                    yield pool
+
+    def _can_place(self, pool: PoolSpec) -> bool:
+        """Returns whether a worker of this shape has a slice, or whole hosts, to itself."""
+        devices = pool.pp * pool.tp
+        if self.slice_devices and devices not in self.slice_devices:
+            return False
+        if not self.host_devices or devices <= self.host_devices:
+            return True
+        return devices % self.host_devices == 0 and (pool.pp == 1 or pool.role is Role.DECODE)
 
 
 def devices_of(pool: PoolSpec) -> int:

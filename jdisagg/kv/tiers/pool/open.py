@@ -37,7 +37,7 @@ def open_pool(url: str, fingerprint: str, *, ttl_s: float = TTL_S, timeout_s: fl
         module = import_module(f"jdisagg.kv.tiers.pool.{backend}")
     except ImportError as error:
         raise ConfigError(
-            f"--pool={url}: {error.name} is not installed; pip install 'jdisagg[{EXTRAS.get(scheme, 'pool')}]' does it"
+            f"--pool={url}: {error.name} is not installed; pip install -e '.[{EXTRAS.get(scheme, 'pool')}]'"
         ) from error
     try:
         return module.open_pool(url, fingerprint, ttl_s=ttl_s, timeout_s=timeout_s)

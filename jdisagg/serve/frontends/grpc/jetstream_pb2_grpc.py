@@ -5,7 +5,7 @@ import warnings
 
 from jdisagg.serve.frontends.grpc import jetstream_pb2 as jdisagg_dot_serve_dot_grpc_dot_jetstream__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in jdisagg/serve/grpc/jetstream_pb2_grpc.py depends on'
+        + f' but the generated code in jdisagg/serve/grpc/jetstream_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class OrchestratorStub:
+class OrchestratorStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -46,7 +46,7 @@ class OrchestratorStub:
                 _registered_method=True)
 
 
-class OrchestratorServicer:
+class OrchestratorServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Decode(self, request, context):
@@ -83,7 +83,7 @@ def add_OrchestratorServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Orchestrator:
+class Orchestrator(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
