@@ -27,8 +27,8 @@ ACTIVATIONS_SHARE = 16  # a chunk's activations take one part of so many of a de
 PAGE_BYTES = 128 << 10  # of one layer on one device: a TPU's copy of it takes longer than it takes to ask for
 LEAST_PAGE, LARGEST_PAGE = 32, 128  # tokens: whole tiles of every dtype; a prefix's granularity
 LEAST_WIDTH = 2048  # of page tables, in tokens: kernels read the pages that are there, whatever a table's width
-MOST_TURNS = 8  # of a dispatch; on the CPU of a ring alone: there single steps take no longer
-FORESEEN_TURNS = 32  # of one stage that hears of each sequence before its KV comes; a prompt comes unannounced
+MULTI_STEP = 8  # of a dispatch; on the CPU of a ring alone: there single steps take no longer
+DECODE_MULTI_STEP = 32  # of one stage that hears of each sequence before its KV comes; a prompt comes unannounced
 USUAL = {"tpu": "v5e", "gpu": "a100"}  # what a device that has no sheet is taken for
 
 
@@ -149,11 +149,11 @@ def buckets_of(platform: str, tokens: int) -> Buckets:
     return CPU_BUCKETS if platform == "cpu" else Buckets(max(64, tokens // 16), LEAST_WIDTH)
 
 
-def one_stage_turns(platform: str, role: Role) -> int:
+def one_stage_multi_step(platform: str, role: Role) -> int:
     """The most that a dispatch of a worker of one stage takes."""
     if platform == "cpu":
         return 1
-    return FORESEEN_TURNS if role is Role.DECODE else MOST_TURNS
+    return DECODE_MULTI_STEP if role is Role.DECODE else MULTI_STEP
 
 
 def _called(sheet: Chip, chip: Chip | None) -> str:

@@ -52,9 +52,8 @@ MAY_BE_NONE = (
     *("short_prompt_tokens", "part_tries", "kv_token_bytes", "dram_pages", "disk_pages", "max_loras", "max_lora_rank"),
 )
 WHOLE = (
-    *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
-    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight", "prefill_stages", "ring_stages", "joint_stages"),
-    "decode_turns",
+    *("num_pages", "page_size", "max_model_len", "num_slots"),
+    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight", "prefill_stages"),
     *MAY_BE_NONE,
 )
 MIN_NGRAM = 2  # tokens at the end of a sequence that must have stood there before, for a guess of n-grams
@@ -75,6 +74,26 @@ class Compress(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Stages:
+    """Decode stages, each of them a program on its own devices.
+
+    One step per dispatch: each stage has a microbatch of its own, and a step holds one of them. Several: a step holds
+    all slots, whose microbatches go through the stages again and again within one dispatch.
+    """
+
+    n: int = 1
+    steps_per_dispatch: int = 1  # tokens of each sequence that one dispatch samples, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Decode stages that are one program over all their devices, which takes all slots as one microbatch."""
+
+    n: int
+    steps_per_dispatch: int = 1  # tokens of each sequence that one dispatch samples, at most
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker's sizes. Buckets are ascending; a plan's size is the smallest bucket that holds it."""
 
@@ -84,7 +103,7 @@ class WorkerConfig:
     page_size: int  # tokens a page
     max_model_len: int  # tokens of one sequence, prompt and output together
     num_slots: int = 8  # sequences decoded at once, over all microbatches
-    num_microbatches: int = 1  # as many as pipeline stages
+    decode: Stages | Ring = Stages()  # how its decode steps run
     prefill_buckets: tuple[int, ...] = (128, 512)  # tokens of one packed chunk; the last is the chunk size
     table_buckets: tuple[int, ...] = (8, 32, 128)  # page-table widths, pages
     max_chunk_seqs: int = 8  # sequences packed into one chunk
@@ -96,9 +115,6 @@ class WorkerConfig:
     decode_steps_per_chunk: int = 1  # where both are computed: steps of each busy microbatch from chunk to chunk
     mixed_steps: bool = False  # chunks and decode rows in one program; else they take turns
     short_prompt_tokens: int = 0  # the uncached end of a prompt that a decode worker computes itself, at most; 0: none
-    ring_stages: int = 1  # stages of a ring, which is one program and takes all slots as one microbatch; 1: no ring
-    joint_stages: int = 1  # stages, of programs of their own, that a step's microbatches go round; 1: a step holds one
-    decode_turns: int = 1  # tokens of each row that a step draws at most, where nothing changes meanwhile
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     forced_tokens: int = 0  # without drafts: rows of a step beside its slots', for what grammars force; 0: none
     guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
@@ -154,11 +170,9 @@ class WorkerConfig:
             sizes: tuple[int, ...] = getattr(self, name)
             if not sizes or list(sizes) != sorted(set(sizes)) or not 1 <= sizes[0] <= sizes[-1] <= MOST:
                 raise ConfigError(f"{self.worker}: {name} is {sizes[:9]}, must ascend from 1 up")
-        if self.num_slots % self.num_microbatches:
-            raise ConfigError(f"{self.worker}: {self.num_slots} slots do not fill {self.num_microbatches} microbatches")
         if self.prefill_stages > 1 and self.role is not Role.PREFILL:
             raise ConfigError(f"{self.worker}: {self.prefill_stages} prefill stages of a worker that is {self.role}")
-        self._check_ring()
+        self._check_decode()
         if self.max_loras and not self.max_lora_rank:
             raise ConfigError(f"{self.worker}: max_lora_rank is 0 beside {self.max_loras} max_loras")
         if not all(0 <= first < stop <= MOST for first, stop in self.layer_groups):
@@ -168,31 +182,24 @@ class WorkerConfig:
                 raise ConfigError(f"{self.worker}: {name} is {getattr(self, name)}, must be finite and not negative")
         self.labels.check(self.worker)
 
-    def _check_ring(self) -> None:
-        if self.takes_turns and (not self.role.decodes or self.num_microbatches > 1 or self.always_guesses):
-            what = f"{self.num_microbatches} stages, {self.draft_tokens} draft_tokens and is {self.role}"
+    def _check_decode(self) -> None:
+        stages, steps, least = self.decode.n, self.decode.steps_per_dispatch, 2 if self.is_ring else 1
+        if not least <= stages <= MOST or not 1 <= steps <= MOST:
+            raise ConfigError(f"{self.worker}: decode is {self.decode}, must have n from {least} on and a step or more")
+        if self.num_slots % stages:
+            raise ConfigError(f"{self.worker}: {self.num_slots} slots do not fill the microbatches of {self.decode}")
+        if self.is_ring:
+            can = self.role is Role.DECODE and not (self.short_prompt_tokens or self.tokens_ahead or self.mixed_steps)
+        elif self.is_pipelined_multi_step:
+            can = self.role is Role.DECODE and not (self.draft_tokens or self.mixed_steps)
+        else:
+            can = not self.is_multi_step or (self.role.decodes and not self.always_guesses)
+        if not can:
+            what = f"short_prompt_tokens {self.short_prompt_tokens}, draft_tokens or forced_tokens {self.tokens_ahead}"
             raise ConfigError(
-                f"{self.worker}: decode_turns is {self.decode_turns}, for a ring or for one stage that guesses nothing,"
-                f" or only at times; it has {what}"
+                f"{self.worker}: {self.decode} only decodes, without drafts of every step; it is {self.role} with"
+                f" {what} and mixed_steps {self.mixed_steps}"
             )
-        ahead = self.tokens_ahead
-        if self.ring_stages > 1 and (self.role is not Role.DECODE or self.short_prompt_tokens or ahead):
-            what = f"short_prompt_tokens {self.short_prompt_tokens} and draft_tokens or forced_tokens {ahead}"
-            raise ConfigError(f"{self.worker}: a ring decodes and nothing else; it is {self.role} with {what}")
-        if self.ring_stages > 1 and (self.num_slots % self.ring_stages or self.num_microbatches > 1):
-            what = f"{self.num_slots} slots in {self.num_microbatches} microbatches"
-            raise ConfigError(f"{self.worker}: {what} for a ring of {self.ring_stages}: whole multiples, in one")
-        if self.joint_stages > 1:
-            self._check_joint()
-
-    def _check_joint(self) -> None:
-        stages = f"{self.joint_stages} stages that all slots go round in a step"
-        if self.role is not Role.DECODE or self.draft_tokens or self.mixed_steps or self.ring_stages > 1:
-            what = f"{self.draft_tokens} draft_tokens, mixed_steps {self.mixed_steps}, ring_stages {self.ring_stages}"
-            raise ConfigError(f"{self.worker}: {stages} decode and guess nothing; it is {self.role} with {what}")
-        if self.num_microbatches > 1 or self.num_slots % self.joint_stages:
-            what = f"{self.num_slots} slots in {self.num_microbatches} microbatches"
-            raise ConfigError(f"{self.worker}: {what} for {stages}: whole multiples, in one")
 
     @property
     def tokens_ahead(self) -> int:
@@ -213,10 +220,24 @@ class WorkerConfig:
         return always_guesses(self.draft_tokens, guesses=self.guesses, auto=self.draft_auto)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether it has programs of several turns beside those of single steps; a ring has no others, and of several
-        stages a turn is a single step."""
-        return self.decode_turns > 1 and self.ring_stages == self.joint_stages == 1
+    def is_ring(self) -> bool:
+        """True if its decode stages are one program."""
+        return isinstance(self.decode, Ring)
+
+    @property
+    def is_multi_step(self) -> bool:
+        """True if it is one stage with programs of several steps beside those of single steps."""
+        return not self.is_ring and self.decode.steps_per_dispatch > 1 and self.decode.n == 1
+
+    @property
+    def is_pipelined_multi_step(self) -> bool:
+        """True if one dispatch takes the microbatches of all slots through several stages more than once."""
+        return not self.is_ring and self.decode.steps_per_dispatch > 1 and self.decode.n > 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """Sets of slots that take steps of their own."""
+        return 1 if self.takes_all_slots else self.decode.n
 
     @property
     def computes_prompts(self) -> bool:
@@ -230,13 +251,13 @@ class WorkerConfig:
 
     @property
     def takes_all_slots(self) -> bool:
-        """Whether a step takes all slots through several stages: it waits for nothing that one of them lacks."""
-        return self.ring_stages > 1 or self.joint_stages > 1
+        """True if a step takes all slots through several stages, and so waits for the KV of every stage."""
+        return self.is_ring or self.is_pipelined_multi_step
 
     @property
     def stage_batches(self) -> int:
         """Microbatches that go round its stages, whether a step holds one of them or all."""
-        return self.num_microbatches * self.joint_stages
+        return 1 if self.is_ring else self.decode.n
 
     @property
     def stage_slots(self) -> int:

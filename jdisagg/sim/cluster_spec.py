@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from jdisagg.core.default_sizes import chunk_sequences, decode_slots, one_stage_turns, page_size, step_tokens
+from jdisagg.core.default_sizes import chunk_sequences, decode_slots, one_stage_multi_step, page_size, step_tokens
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.hardware import CHIPS, Chip
 from jdisagg.core.labels import NOWHERE, Labels
@@ -14,7 +14,7 @@ from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.steps import KVTransfer
-from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
+from jdisagg.core.worker_config import Ring, Role, Stages, TransferMode, WorkerConfig
 from jdisagg.sim.cost_models import CostModel, RingRoofline, Roofline, distserve_fit, distserve_kv_tokens
 from jdisagg.sim.hardware import Hardware, hardware
 from jdisagg.sim.kernel_tables import KernelTables
@@ -44,7 +44,7 @@ class Sizes:
     max_chunk_seqs: int = 64
     chunks_in_flight: int = 2  # of a stage
     steps_in_flight: int = 2
-    decode_turns: int = 8  # of a ring
+    multi_step: int = 8  # of a ring
     reserve_tokens: int = 512
     decode_steps_per_chunk: int = 1
     transfer: TransferMode = TransferMode.CHUNK
@@ -81,10 +81,10 @@ class Sizes:
     def turns(self, place: WorkerMesh, cost: CostModel) -> int:
         """The most of a dispatch."""
         if place.schedule is Schedule.RING:
-            return self.decode_turns
+            return self.multi_step
         found = self._by_sheet(cost)
         alone = place.role.decodes and place.pp == 1
-        return one_stage_turns(found[1].platform, place.role) if found and alone else 1
+        return one_stage_multi_step(found[1].platform, place.role) if found and alone else 1
 
     def _by_sheet(self, cost: CostModel) -> tuple[Roofline, Chip] | None:
         """What devices cost, and their data sheet, where sizes go by one."""
@@ -104,10 +104,8 @@ class Sizes:
             page_size=self.page_size,
             max_model_len=self.max_model_len,
             num_slots=self.slots(place, cost, kv_tokens) * stages,
-            num_microbatches=1 if ring else stages,
+            decode=Ring(place.pp, self.turns(place, cost)) if ring else Stages(stages, self.turns(place, cost)),
             prefill_stages=depth,
-            ring_stages=place.pp if ring else 1,
-            decode_turns=self.turns(place, cost),
             stage_admission=not ring,
             prefill_buckets=(self.chunk_tokens,),
             table_buckets=(-(-self.max_model_len // self.page_size),),
@@ -205,8 +203,8 @@ def with_tiers(
     Raises ConfigError for a ring.
     """
     for each in given.workers:
-        if each.ring_stages > 1:
-            raise ConfigError(f"{each.worker} is a ring of {each.ring_stages}, which keeps no KV below HBM")
+        if each.is_ring:
+            raise ConfigError(f"{each.worker} is a ring of {each.decode.n}, which keeps no KV below HBM")
     workers = [
         replace(
             each,

@@ -95,18 +95,22 @@ def test_hosts_take_workers_in_the_meshs_order():
     assert links.places[WorkerId("decode-1")] == ("host-1",)
 
 
-def decode_turns(mesh: str, devices: str = "h100", *, chosen: bool = False) -> dict[str, int]:
+def steps_per_dispatch(mesh: str, devices: str = "h100", *, chosen: bool = False) -> dict[str, int]:
     cost_of = by_device(devices_of(devices), lambda chip, tp: Roofline(SHAPE, chip, tp))
     found = cluster_spec(MeshSpec.parse(mesh), Sizes(8192, by_device=chosen), cost_of).workers
-    return {each.worker: each.decode_turns for each in found}
+    return {each.worker: each.decode.steps_per_dispatch for each in found}
 
 
 def test_workers_take_the_turns_that_a_run_on_their_devices_would():
-    assert decode_turns("prefill:tp1,decode:tp1", chosen=True) == {"prefill-0": 1, "decode-0": 32}
-    assert decode_turns("prefill:tp1,decode:pp2tp1", chosen=True)["decode-0"] == 1, "several stages take single steps"
-    assert decode_turns("colocated:tp1", chosen=True) == {"colocated-0": 8}
-    assert decode_turns("prefill:tp1,decode:tp1", "xeon8480", chosen=True)["decode-0"] == 1, "it has no data sheet"
-    assert decode_turns("prefill:tp1,decode:tp1")["decode-0"] == 1
+    assert steps_per_dispatch("prefill:tp1,decode:tp1", chosen=True) == {"prefill-0": 1, "decode-0": 32}
+    assert steps_per_dispatch("prefill:tp1,decode:pp2tp1", chosen=True)["decode-0"] == 1, (
+        "several stages take single steps"
+    )
+    assert steps_per_dispatch("colocated:tp1", chosen=True) == {"colocated-0": 8}
+    assert steps_per_dispatch("prefill:tp1,decode:tp1", "xeon8480", chosen=True)["decode-0"] == 1, (
+        "it has no data sheet"
+    )
+    assert steps_per_dispatch("prefill:tp1,decode:tp1")["decode-0"] == 1
 
 
 def test_the_host_is_paid_once_a_dispatch_and_all_else_turn_by_turn():

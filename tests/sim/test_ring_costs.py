@@ -80,7 +80,7 @@ def test_a_tick_over_hosts_pays_the_nic_for_what_goes_between_them():
 def test_every_request_ends_with_the_tokens_it_asked_for(turns: int, fast_forward: bool):
     cost_of = by_roofline(lambda tp: Roofline(SHAPE, H100, tp))
     cluster = simulated(
-        cluster_spec(MeshSpec.parse(RING), Sizes(4096, decode_turns=turns), cost_of), fast_forward=fast_forward
+        cluster_spec(MeshSpec.parse(RING), Sizes(4096, multi_step=turns), cost_of), fast_forward=fast_forward
     )
     outcome = cluster.run(WORK)
     cluster.check_all_ended()

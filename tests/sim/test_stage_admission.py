@@ -9,7 +9,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import FinishReason, Request
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import StepPlan
-from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.core.worker_config import Role, Stages, TransferMode
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
 from tests.sim.cases import definition, reasons, request, worker
@@ -20,7 +20,7 @@ from tests.sim.world import World
 from tests.steps import runs_decode
 
 STAGES = {"layer_groups": ((0, 3), (3, 6), (6, 8)), "prefill_buckets": (8,), "transfer": TransferMode.LAYER}
-PIPELINE = {"num_slots": 6, "num_microbatches": 3}
+PIPELINE = {"num_slots": 6, "decode": Stages(3)}
 SLOW_LINK = Costs(ship_s=2e-3)
 ROUTER = RouterConfig(max_retries=20)
 

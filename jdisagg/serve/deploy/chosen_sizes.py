@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jdisagg.core.default_sizes import (
-    MOST_TURNS,
+    MULTI_STEP,
     Buckets,
     Size,
     beside_chunks,
     buckets_of,
     chunk_sequences,
     decode_slots,
-    one_stage_turns,
+    one_stage_multi_step,
     page_size,
     step_tokens,
 )
@@ -33,7 +33,7 @@ class ChosenSizes:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_chunk_seqs: int
-    decode_turns: int  # of a dispatch of one stage,
+    multi_step: int  # of a dispatch of one stage,
     ring_turns: int  # and of a ring
     buckets: Buckets
     reasons: tuple[str, ...]  # a line for each that nobody said
@@ -85,6 +85,6 @@ def sizes_of(
         prompts = chunk_sequences(there.platform, tokens.value)
     reasons = tuple(each.reason for each in (slots, tokens, prompts, page) if each.reason)
     buckets = buckets_of(there.platform, tokens.value)
-    turns = settings.decode_turns or one_stage_turns(here.platform, decoding.role)
-    ring_turns = settings.decode_turns or MOST_TURNS
+    turns = settings.multi_step or one_stage_multi_step(here.platform, decoding.role)
+    ring_turns = settings.multi_step or MULTI_STEP
     return ChosenSizes(slots.value, tokens.value, prompts.value, turns, ring_turns, buckets, reasons)

@@ -27,7 +27,9 @@ from jdisagg.core.worker_config import (
     RAW,
     Compress,
     Digests,
+    Ring,
     Role,
+    Stages,
     TransferMode,
     WorkerConfig,
     always_guesses,
@@ -72,10 +74,9 @@ def worker_config(
         page_size=page_size,
         max_model_len=longest,
         num_slots=slots,
-        **stages_of_a_step(place, stages, joint=joint),
+        decode=Ring(place.pp, turns) if ring else Stages(stages, turns),
         prefill_stages=depth,
         chunks_in_flight=depth + 1,  # one for each stage, and one that waits for the first
-        decode_turns=turns,
         prefill_buckets=(short,) if short else chunk_sizes(settings, sizes, slots // stages if mixed else 0, page_size),
         draft_tokens=guessed,
         forced_tokens=0 if ring or guessed or why_no_grammars(settings) else settings.forced_tokens,
@@ -101,16 +102,6 @@ def worker_config(
     )
 
 
-def stages_of_a_step(place: WorkerMesh, stages: int, *, joint: bool) -> dict[str, int]:
-    """Its microbatches, each of which takes steps of its own, or the stages that a step of all slots goes through."""
-    ring = place.schedule is Schedule.RING
-    return {
-        "num_microbatches": 1 if ring or joint else stages,
-        "ring_stages": place.pp if ring else 1,
-        "joint_stages": stages if joint else 1,
-    }
-
-
 def table_widths(settings: Settings, sizes: ChosenSizes, longest: int, page_size: int) -> tuple[int, ...]:
     """Of page tables, in pages, ascending; the widest holds the longest sequence."""
     widths = int_list(settings.table_buckets, "table_buckets") or _halvings(longest, sizes.buckets.smallest_width, 4)
@@ -125,9 +116,9 @@ def turns_of(settings: Settings, sizes: ChosenSizes, place: WorkerMesh, speculat
         return sizes.ring_turns
     guesses = always_guesses(speculation.tokens, guesses=speculation.guesses, auto=speculation.auto)
     if place.role is Role.DECODE and place.pp > 1:
-        return 1 if speculation.tokens else settings.decode_turns or 1
+        return 1 if speculation.tokens else settings.multi_step or 1
     one_stage = place.role.decodes and place.pp == 1
-    return sizes.decode_turns if one_stage and not guesses and not speculation.head else 1
+    return sizes.multi_step if one_stage and not guesses and not speculation.head else 1
 
 
 def chunk_sizes(settings: Settings, sizes: ChosenSizes, rows: int, page_size: int) -> tuple[int, ...]:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jdisagg.engine.declaration import DeclaredProgram, logit_bytes, whole
+from jdisagg.engine.multi_step import MultiStepPrograms
+from jdisagg.engine.multi_step_rows import Slots
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, SamplingMetadata
-from jdisagg.engine.turn_steps import TurnPrograms
-from jdisagg.engine.turns import Slots
 
 
-def declared_turns(turns: TurnPrograms, step: DeclaredProgram) -> list[DeclaredProgram]:
+def declared_multi_step(turns: MultiStepPrograms, step: DeclaredProgram) -> list[DeclaredProgram]:
     """Of each kind of draw; step: the declared program of one turn."""
     table, state, _ = step.batch
     slots, submesh = state.shape[1], turns.group.submesh

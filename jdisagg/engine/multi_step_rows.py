@@ -2,7 +2,7 @@
 
 A turn is a step whose tokens are drawn on the devices and fed by them. A slot takes no more of them than it may, and
 none behind its stop token; the turns of a ring go round its stages (`ring.py`), those of a worker that is one stage
-follow each other in a loop around its layers (`turn_steps.py`).
+follow each other in a loop around its layers (`multi_step.py`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SentWidths:
 
 
 @dataclass(frozen=True)
-class PendingTurns:
+class PendingMultiStep:
     """A dispatch on its way; see `executor.PendingStep`."""
 
     step_id: int

@@ -18,8 +18,17 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.decode import MASKED, Microbatch
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup, LayerGroupPrograms
+from jdisagg.engine.multi_step_rows import (
+    DRAWN,
+    PLAIN,
+    Drawn,
+    PendingMultiStep,
+    SentWidths,
+    Slots,
+    draw_left,
+    with_left,
+)
 from jdisagg.engine.sampling import SamplingMetadata
-from jdisagg.engine.turns import DRAWN, PLAIN, Drawn, PendingTurns, SentWidths, Slots, draw_left, with_left
 from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.parallel.submesh import WHOLE, Program
 from pallas_kernels.wire_format import Pool
@@ -35,7 +44,7 @@ class Carry(NamedTuple):
     load: list[Array]  # i32[layers with experts, experts], where there are any
 
 
-class TurnPrograms:
+class MultiStepPrograms:
     """A program for each kind of draw, whether or not weights and pages exist."""
 
     def __init__(self, group: LayerGroupPrograms, most: int) -> None:
@@ -79,16 +88,16 @@ class TurnPrograms:
         )
 
 
-class TurnSteps(TurnPrograms):
+class MultiStep(MultiStepPrograms):
     """Of a worker whose weights are loaded and whose pages are allocated."""
 
     def __init__(self, group: LayerGroup, config: WorkerConfig) -> None:
-        super().__init__(group, config.decode_turns)
+        super().__init__(group, config.decode.steps_per_dispatch)
         self._held = group
         self._widths = SentWidths(config.num_slots, group.submesh.put)
         self._metadata: tuple[SamplingMetadata, SamplingMetadata] | None = None  # where it is drawn, and on all shards
 
-    def run(self, step_id: int, plan: DecodeRows, batch: Microbatch) -> PendingTurns:
+    def run(self, step_id: int, plan: DecodeRows, batch: Microbatch) -> PendingMultiStep:
         """Dispatches the turns of a microbatch that knows what the plan changes."""
         asked = batch.asked(plan.active)
         kind = PLAIN if asked.plain else DRAWN
@@ -97,7 +106,7 @@ class TurnSteps(TurnPrograms):
         drawn.tokens.copy_to_host_async()
         load = self._held.load
         counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ((load, load.taken()),) if self._held.sparse else ()
-        return PendingTurns(step_id, plan, drawn, asked.wanted, counts)
+        return PendingMultiStep(step_id, plan, drawn, asked.wanted, counts)
 
     def _dispatch(self, kind: str, slots: Slots) -> Drawn:
         kv = self._held.kv

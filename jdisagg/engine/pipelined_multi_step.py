@@ -68,7 +68,7 @@ def _changes(rows: DecodeRows) -> bool:
     return bool(rows.admit or rows.grants or rows.retire or rows.read)
 
 
-class JointSteps:
+class PipelinedMultiStep:
     """The single steps of the rows that were run last: rows that repeat are one object, and taken apart once."""
 
     def __init__(self, batches: int, size: int) -> None:
@@ -82,7 +82,7 @@ class JointSteps:
 
 
 @dataclass(frozen=True)
-class PendingJoint:
+class PendingPipelinedMultiStep:
     """A step of all slots on its way; see `executor.PendingStep`."""
 
     step_id: int
