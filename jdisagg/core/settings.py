@@ -115,16 +115,16 @@ class SizeSettings:
 
     max_model_len: int = everyday(0, "sizes", "tokens of prompt and output; 0: the model's (sim, plan: no limit)")
     max_num_seqs: int = everyday(0, "sizes", "sequences one decode worker runs at once; 0: chosen (8 on the CPU;"
-                             " sim, plan: 256 a stage where the device has no data sheet)")  # fmt: skip
+                             " sim, plan: 256 a stage for costs of no known device)")  # fmt: skip
     max_num_batched_tokens: int = everyday(
         0,
         "sizes",
         "tokens of one step: prompts', and a row a slot where steps mix both; 0: chosen (512 on the CPU;"
-        " sim: 2,048 where the device has no data sheet)",
+        " sim: 2,048 for costs of no known device)",
     )
     max_chunk_seqs: int = setting(0, "sizes", "sequences packed into one prefill chunk; 0: chosen (8 on the CPU)")
     page_size: int = everyday(
-        0, "sizes", "tokens a KV page; 0: chosen (32 on CPU and GPU; sim: 16 without a data sheet)"
+        0, "sizes", "tokens a KV page; 0: chosen (32 on CPU and GPU; sim: 16 for costs of no known device)"
     )
     kv_tokens: int = everyday(0, "sizes", "KV capacity of each worker in tokens; 0: by memory")
     hbm_fraction: float = everyday(0.85, "sizes", "share of a device's memory for weights and KV (TPU, GPU)")

@@ -6,25 +6,17 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+from jdisagg.core.adapters import adapter_sizes
+from jdisagg.core.default_sizes import ChosenSizes
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.labels import NOWHERE, Labels
+from jdisagg.core.layout.kv_layout import DraftPages, KVLayout
+from jdisagg.core.mesh_spec import Role, Schedule, WorkerMesh
 from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.tiers import Tier
-
-
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    COLOCATED = "colocated"  # both phases on one mesh: the handoff is a no-op
-
-    @property
-    def prefills(self) -> bool:
-        return self is not Role.DECODE
-
-    @property
-    def decodes(self) -> bool:
-        return self is not Role.PREFILL
 
 
 class TransferMode(StrEnum):
@@ -95,7 +87,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One worker's sizes. Buckets are ascending; a plan's size is the smallest bucket that holds it."""
+    """One worker's configuration. Buckets are ascending; a plan's size is the smallest bucket that holds it."""
 
     worker: WorkerId
     role: Role
@@ -312,3 +304,186 @@ def chunk_tokens(step_tokens: int, rows: int, page_size: int) -> int:
         )
         raise ConfigError(f"{what}: raise it to {rows + page_size} or more, or say --mixed_steps=off")
     return left - left % page_size if rows else left
+
+
+# ------------------------------------------------------------------ from settings to a worker's sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Tokens of a draft, 0 for none; `guesses` is false if they come of grammars alone; `auto` if they are verified
+    only where that is faster; `draft` is the model or head that guesses them, "" for n-grams."""
+
+    tokens: int = 0
+    guesses: bool = True
+    auto: bool = False
+    draft: str = ""
+    head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSizes:
+    """Sizes of one worker that no setting says alone: chosen for the model and its devices, or measured."""
+
+    chosen: ChosenSizes
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    speculation: Speculation = Speculation()
+    has_grammars: bool = False  # grammars of requests may force tokens
+    layer_groups: tuple[tuple[int, int], ...] = ()  # the worker's stages, or the decode stages'; (): one group
+    draft_layers: int = 0
+    kv_token_bytes: int = 0  # 0: unknown
+    kv_layout: str = ""
+
+
+def worker_config(settings: Settings, mesh_row: WorkerMesh, sizes: WorkerSizes) -> WorkerConfig:
+    """Returns the configuration of one worker of a mesh; slots are rounded up to whole microbatches.
+
+    The server, the simulator, the planner and `jdisagg aot` all derive their workers here.
+    """
+    role, is_ring = mesh_row.role, mesh_row.schedule is Schedule.RING
+    stages, depth = (mesh_row.pp, 1) if role.decodes else (1, mesh_row.pp)  # of decode, of prefill alone
+    steps = _steps_per_dispatch(settings, mesh_row, sizes)
+    decode = Ring(stages, steps) if is_ring else Stages(stages, steps)
+    takes_all_slots = is_ring or (stages > 1 and steps > 1)
+    slots = -(-sizes.chosen.max_num_seqs // stages) * stages
+    rows = slots // stages
+    short = _short_prompt_tokens(settings, sizes, rows) if role is Role.DECODE and not is_ring else 0
+    is_mixed = settings.mixed_steps == "on" and not takes_all_slots and (short > 0 or role is Role.COLOCATED)
+    return WorkerConfig(
+        worker=mesh_row.worker,
+        role=role,
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        max_model_len=sizes.max_model_len,
+        num_slots=slots,
+        decode=decode,
+        prefill_stages=depth,
+        chunks_in_flight=depth + 1,  # one for each stage, and one that waits for the first
+        steps_in_flight=settings.steps_in_flight,
+        prefill_buckets=(short,) if short else _prefill_buckets(settings, sizes, rows if is_mixed else 0),
+        table_buckets=_table_buckets(settings, sizes),
+        max_chunk_seqs=sizes.chosen.max_chunk_seqs,
+        reserve_tokens=settings.reserve_tokens,
+        mixed_steps=is_mixed,
+        short_prompt_tokens=short,
+        embeds=settings.embeddings != "off",
+        ack_timeout_s=settings.handoff_timeout_s,
+        claim_timeout_s=settings.handoff_timeout_s * 2 / 3,  # the router waits longer, and has to receive its end
+        router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
+        labels=Labels.parse(settings.labels),
+        **adapter_sizes(settings),
+        **_draft_fields(settings, sizes, is_ring=is_ring),
+        **_transfer_fields(settings, sizes, takes_all_slots=takes_all_slots),
+        **_tier_fields(settings, sizes),
+    )
+
+
+def _steps_per_dispatch(settings: Settings, mesh_row: WorkerMesh, sizes: WorkerSizes) -> int:
+    """The most decode steps of one dispatch: of a ring, or of one stage that does not verify drafts in every step. A
+    head's states are made by single steps alone. Several stages take more than one only if settings say so, and
+    without drafts: a step then takes all slots, and no sequence starts before all its KV has arrived."""
+    drafts = sizes.speculation
+    if mesh_row.schedule is Schedule.RING:
+        return sizes.chosen.ring_multi_step
+    if mesh_row.role is Role.DECODE and mesh_row.pp > 1:
+        return 1 if drafts.tokens else settings.multi_step or 1
+    always = always_guesses(drafts.tokens, guesses=drafts.guesses, auto=drafts.auto)
+    is_one_stage = mesh_row.role.decodes and mesh_row.pp == 1
+    return sizes.chosen.multi_step if is_one_stage and not always and not drafts.head else 1
+
+
+def _short_prompt_tokens(settings: Settings, sizes: WorkerSizes, rows: int) -> int:
+    """The chunk of a decode worker with `rows` rows a step, in whole pages; 0 if a step has no room for a page.
+
+    Only a worker that keeps pages for their content ever holds all but the end of a prompt.
+    """
+    if settings.prefix_caching != "on":
+        return 0
+    tokens = min(settings.short_prompt_tokens, sizes.chosen.max_num_batched_tokens - rows)
+    return max(0, tokens - tokens % sizes.page_size)
+
+
+def _prefill_buckets(settings: Settings, sizes: WorkerSizes, rows: int) -> tuple[int, ...]:
+    """Declared chunks, ascending, beside `rows` decode rows."""
+    chunk = chunk_tokens(sizes.chosen.max_num_batched_tokens, rows, sizes.page_size)
+    found = int_list(settings.prefill_buckets, "prefill_buckets")
+    found = found or _quarters(chunk, sizes.chosen.buckets.smallest_chunk)
+    return found if found[-1] == chunk else (*(size for size in found if size < chunk), chunk)
+
+
+def _table_buckets(settings: Settings, sizes: WorkerSizes) -> tuple[int, ...]:
+    """Widths of page tables, in pages, ascending; the widest holds the longest sequence."""
+    longest = sizes.max_model_len
+    widths = int_list(settings.table_buckets, "table_buckets")
+    widths = widths or _quarters(longest, sizes.chosen.buckets.smallest_width)
+    return tuple(sorted({-(-width // sizes.page_size) for width in (*widths, longest) if width <= longest}))
+
+
+def _quarters(largest: int, smallest: int) -> tuple[int, ...]:
+    """`largest` divided by four again and again while it stays at `smallest` or over, ascending."""
+    sizes = [largest]
+    while sizes[0] // 4 >= smallest:
+        sizes.insert(0, sizes[0] // 4)
+    return tuple(sizes)
+
+
+def _draft_fields(settings: Settings, sizes: WorkerSizes, *, is_ring: bool) -> dict[str, Any]:
+    """How many tokens are guessed, by what and when; only a model of its own reads tokens first."""
+    drafts = sizes.speculation
+    tokens = 0 if is_ring else drafts.tokens
+    return {
+        "draft_tokens": tokens,
+        "forced_tokens": 0 if is_ring or tokens or not sizes.has_grammars else settings.forced_tokens,
+        "guesses": drafts.guesses,
+        "draft_auto": drafts.auto and not is_ring,
+        "draft_ngrams": not drafts.draft,
+        "draft_reads": min(DRAFT_READS, sizes.max_model_len) if drafts.draft and not drafts.head else 0,
+        "draft_layers": sizes.draft_layers,
+    }
+
+
+def _transfer_fields(settings: Settings, sizes: WorkerSizes, *, takes_all_slots: bool) -> dict[str, Any]:
+    """When KV leaves, in which layer groups, and in which bytes."""
+    return {
+        "transfer": TransferMode(settings.transfer),
+        "digests": Digests(settings.transfer_digests),
+        "stage_admission": settings.stage_admission == "on" and not takes_all_slots,
+        "layer_groups": sizes.layer_groups,
+        "kv_token_bytes": sizes.kv_token_bytes,
+        "compress": Compress(settings.transfer_compress),
+        "error_bound": settings.transfer_error_bound,
+        "kv_layout": sizes.kv_layout,
+    }
+
+
+def _tier_fields(settings: Settings, sizes: WorkerSizes) -> dict[str, Any]:
+    """Which KV is kept for its content, and where."""
+    return {
+        "prefix_caching": settings.prefix_caching == "on",
+        "dram_pages": -(-settings.dram_tokens // sizes.page_size),
+        "disk_pages": -(-settings.disk_tokens // sizes.page_size),
+        "shared_pool": bool(settings.pool),
+        "peer_fetch": settings.peer_fetch,
+        "tier_wire": RAW if settings.tier_compress == "none" else settings.tier_compress,
+    }
+
+
+def kv_sizes(layers: tuple[range, ...], kv: KVLayout, draft: DraftPages | None = None) -> dict[str, Any]:
+    """Returns the fields of `WorkerSizes` that follow from how KV is held; a draft's KV goes with the last layers."""
+    runs = kv_runs(layers, kv)
+    if draft is not None:
+        runs = (*runs[:-1], range(runs[-1].start, draft.layers.stop))
+    return {
+        "layer_groups": tuple((run.start, run.stop) for run in runs),
+        "draft_layers": draft.layout.num_layers if draft else 0,
+        "kv_token_bytes": kv.bytes_per_token + (draft.layout.bytes_per_token if draft else 0),
+        # Pages and dtypes may differ.
+        "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.parts} x {kv.head_dim}",
+    }
+
+
+def kv_runs(layers: tuple[range, ...], kv: KVLayout) -> tuple[range, ...]:
+    """The layers that have KV in each of these runs: a head's lies behind the last."""
+    return (*layers[:-1], range(layers[-1].start, kv.num_layers))

@@ -1,7 +1,7 @@
-"""Decode turns of a worker that is one stage: its layers and its draws in one program, in a loop of several turns.
+"""Several decode steps of a worker of one stage in one dispatch: a loop around its layers and its sampling.
 
-Nothing of a turn is known to the host before the last one is over, so that none depends on it: rows with a grammar,
-penalties or logprobs take single steps (`policy/scheduler.py`). Layers and drawing are those of single steps.
+The host learns the tokens when the last step has ended, so no step may depend on it: rows with a grammar, penalties or
+logprobs take single steps (`policy/scheduler.py`). Layers and sampling are those of single steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pallas_kernels.wire_format import Pool
 
 
 class Carry(NamedTuple):
-    """From turn to turn, on one shard."""
+    """The loop's state between two steps, on one shard."""
 
     pools: list[Pool]
     state: Array  # i32[4, S]
@@ -45,7 +45,7 @@ class Carry(NamedTuple):
 
 
 class MultiStepPrograms:
-    """A program for each kind of draw, whether or not weights and pages exist."""
+    """The programs for each kind of sampling, whether or not weights and pages exist."""
 
     def __init__(self, group: LayerGroupPrograms, most: int) -> None:
         assert group.is_first and group.is_last, "the turns of several stages go round, see `ring.py`"
@@ -89,7 +89,7 @@ class MultiStepPrograms:
 
 
 class MultiStep(MultiStepPrograms):
-    """Of a worker whose weights are loaded and whose pages are allocated."""
+    """The programs of a worker whose weights are loaded and whose pages are allocated."""
 
     def __init__(self, group: LayerGroup, config: WorkerConfig) -> None:
         super().__init__(group, config.decode.steps_per_dispatch)
