@@ -41,7 +41,7 @@ PODS = {
 }
 SIZES = (
     "--max_num_batched_tokens=512", "--prefill_buckets=512", "--max_model_len=4096", "--table_buckets=4096",
-    "--max_num_seqs=32", "--decode_turns=4",
+    "--max_num_seqs=32", "--multi_step=4",
 )  # fmt: skip
 STEPS = ("prefill", "ring plain")
 

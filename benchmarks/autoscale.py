@@ -27,7 +27,7 @@ from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.policy.autoscaler import Scaling
-from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, by_roofline, cluster_spec
+from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import Outcome, Record
@@ -84,7 +84,7 @@ def spec(prefills: int, longest: int) -> ClusterSpec:
     mesh = MeshSpec.parse(f"prefill:{prefills}xtp8,decode:{FLAGS.workers - prefills}xtp8")
     shape = Model(model_of("llama3-405b"), "bfloat16")
     cost_of = by_roofline(lambda tp: Roofline(shape, hardware("a100"), tp, "int8"))
-    return cluster_spec(mesh, Sizes(longest, num_slots=FLAGS.slots), cost_of, PORT_BYTES_PER_S)
+    return cluster_spec(mesh, plain_settings(longest, max_num_seqs=FLAGS.slots), cost_of, PORT_BYTES_PER_S)
 
 
 def run(course: Course, prefills: int, scaling: Scaling | None) -> tuple[Outcome, ScaledCluster]:

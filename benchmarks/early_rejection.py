@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks import entry, report
 from benchmarks.machine import described
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, by_roofline, cluster_spec, longest
+from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, longest, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import SLO
@@ -52,7 +52,8 @@ class Row:
 def spec(trace: Trace) -> ClusterSpec:
     shape = Model(model_of("llama3-8b"), "bfloat16")
     cost_of = by_roofline(lambda tp: Roofline(shape, hardware("h100"), tp))
-    return cluster_spec(MeshSpec.parse(FLAGS.mesh), Sizes(longest(trace)), cost_of, FLAGS.port_gb_per_s * 1e9)
+    settings = plain_settings(longest(trace), max_num_seqs=256)
+    return cluster_spec(MeshSpec.parse(FLAGS.mesh), settings, cost_of, FLAGS.port_gb_per_s * 1e9)
 
 
 def measure(trace: Trace, rate_rps: float, slo: SLO, early: bool) -> Row:

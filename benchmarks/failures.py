@@ -25,7 +25,7 @@ from benchmarks.scale import DEVICE_FAILURES_PER_HOUR
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.sim.arithmetic import model
-from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, by_roofline, cluster_spec
+from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.failing import Failures, failing
 from jdisagg.sim.hardware import hardware
@@ -64,7 +64,7 @@ class Row:
 def spec() -> ClusterSpec:
     shape = Model(model("llama3-70b"), "bfloat16")
     cost_of = by_roofline(lambda tp: Roofline(shape, hardware("h100"), tp))
-    return cluster_spec(MeshSpec.parse(FLAGS.mesh), Sizes(3400, max_num_seqs=128), cost_of, 50e9)
+    return cluster_spec(MeshSpec.parse(FLAGS.mesh), plain_settings(3400, max_num_seqs=128), cost_of, 50e9)
 
 
 def good(outcome: Outcome) -> int:

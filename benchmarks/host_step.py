@@ -40,11 +40,11 @@ from benchmarks.machine import described
 from jdisagg import LLM, SamplingParams
 from jdisagg.core.events import ROUTER, StepDone
 from jdisagg.engine.decode import PendingRows
-from jdisagg.engine.joint_turns import PendingJoint
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.turn_steps import TurnPrograms
-from jdisagg.engine.turns import Drawn, PendingTurns, Slots
+from jdisagg.engine.multi_step import MultiStepPrograms
+from jdisagg.engine.multi_step_rows import Drawn, PendingMultiStep, Slots
+from jdisagg.engine.pipelined_multi_step import PendingPipelinedMultiStep
 from jdisagg.model import looped_params
 from jdisagg.parallel.submesh import Program
 from jdisagg.policy.step_results import StepResults
@@ -55,7 +55,7 @@ from jdisagg.serve.driver.driver import LiveDriver
 FLAGS = flags.FlagValues()
 flags.DEFINE_list("slots", ["8", "64", "256"], "of the decode worker, all taken", flag_values=FLAGS)
 flags.DEFINE_list("stages", ["2", "1"], "of the decode worker, the most first", flag_values=FLAGS)
-flags.DEFINE_list("turns", ["1", "8", "32"], "--decode_turns", flag_values=FLAGS)
+flags.DEFINE_list("turns", ["1", "8", "32"], "--multi_step", flag_values=FLAGS)
 flags.DEFINE_list("forms", ["out", "stacked"], "of the layers: written out, or stacked and looped", flag_values=FLAGS)
 flags.DEFINE_integer("layers", 32, "of the model, whose weights are leaves of each program", 1, flag_values=FLAGS)
 flags.DEFINE_integer("steps", 200, "of each round; eight dispatches at least", 1, flag_values=FLAGS)
@@ -74,11 +74,11 @@ TIMED: tuple[tuple[type, str, str], ...] = (
     (MeshExecutor, "run", DISPATCH),
     (Program, "__call__", JAX),
     (PendingRows, "read", READ),
-    (PendingTurns, "read", READ),
-    (PendingJoint, "read", READ),
+    (PendingMultiStep, "read", READ),
+    (PendingPipelinedMultiStep, "read", READ),
     (PendingRows, "_rows", CONVERT),
-    (PendingTurns, "_rows", CONVERT),
-    (PendingJoint, "_rows", CONVERT),
+    (PendingMultiStep, "_rows", CONVERT),
+    (PendingPipelinedMultiStep, "_rows", CONVERT),
 )
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 16,
@@ -170,7 +170,7 @@ def null_programs() -> Iterator[None]:
     with ExitStack() as stack:
         for name, function in {"decode_step": decode, "_prefill": prefill, "_mixed": mixed}.items():
             stack.enter_context(mock.patch.object(LayerGroupPrograms, name, function))
-        stack.enter_context(mock.patch.object(TurnPrograms, "_turns", turns))
+        stack.enter_context(mock.patch.object(MultiStepPrograms, "_turns", turns))
         stack.enter_context(mock.patch("jdisagg.engine.decode.draw_greedy", draw))
         stack.enter_context(mock.patch.object(jax, "jit", partial(jax.jit, keep_unused=True)))  # weights are arguments
         stack.enter_context(mock.patch("jdisagg.policy.turns.MOST_GAP_S", 10.0))  # the machine may be busy
@@ -206,7 +206,7 @@ def open_llm(folder: Path, slots: int, stages: int, turns: int, tokens: int) -> 
         "max_model_len": tokens, "table_buckets": str(tokens), "max_num_batched_tokens": 128, "prefill_buckets": "128",
         "page_size": 128, "kv_tokens": (slots + 4) * tokens, "reserve_tokens": tokens, "stall_timeout_s": 1000.0,
     }  # fmt: skip
-    return LLM(**settings, decode_turns=turns, queue_limit=2 * slots)
+    return LLM(**settings, multi_step=turns, queue_limit=2 * slots)
 
 
 async def run_all(llm: LLM, slots: int, tokens: int, told: Callable[[], bool]) -> None:

@@ -28,7 +28,7 @@ from jdisagg.core.router_config import Routing
 from jdisagg.core.tiers import Tier
 from jdisagg.policy.tier_pool import KeptPage, TierPool
 from jdisagg.sim.cluster import PATIENT, Cluster
-from jdisagg.sim.cluster_spec import Sizes, cluster_spec, devices_of, longest, with_room, with_tiers
+from jdisagg.sim.cluster_spec import cluster_spec, devices_of, longest, plain_settings, with_room, with_tiers
 from jdisagg.sim.outcome import SLO, Outcome
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.tiers import TierSpec, tier_speeds
@@ -117,7 +117,7 @@ def cluster(
     mesh: str, work: Trace, routing: Routing, hbm: int, dram: int, pool: int = 0, *, peers: bool = False
 ) -> Cluster:
     spec, cost = MeshSpec.parse(mesh), mooncake_70b()
-    sizes = Sizes(longest(work), page_size=PAGE, prefix_caching=True)
+    sizes = plain_settings(longest(work), max_num_seqs=256, page_size=PAGE, prefix_caching="on")
     given = cluster_spec(spec, sizes, with_room(lambda _: (cost, 0), hbm), PORT_BYTES_PER_S)
     speeds = tier_speeds(spec, devices_of("a800"), {Tier.POOL: PORT_BYTES_PER_S, Tier.PEER: PORT_BYTES_PER_S})
     tiered = with_tiers(given, TierSpec(speeds, pool), dram, peer_fetch=peers)

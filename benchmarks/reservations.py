@@ -27,7 +27,7 @@ from jdisagg.core.messages import Preempted
 from jdisagg.core.request import WorkerId
 from jdisagg.policy.decode_sequence import DecodeSequence, admitted
 from jdisagg.sim.cluster import PATIENT, Cluster
-from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, by_roofline, cluster_spec
+from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.traces import Trace
@@ -106,7 +106,7 @@ def spec(trace: Trace, kv_tokens: int, reserve_tokens: int) -> ClusterSpec:
     shape = Model(model_of("llama3-8b"), "bfloat16")
     cost_of = by_roofline(lambda tp: Roofline(shape, hardware("h100"), tp))
     longest = int(trace.input_tokens.max()) + max(FLAGS.limit, int(trace.output_tokens.max()))
-    sizes = Sizes(longest, max_num_seqs=FLAGS.slots, reserve_tokens=reserve_tokens)
+    sizes = plain_settings(longest, max_num_seqs=FLAGS.slots, reserve_tokens=reserve_tokens)
     given = cluster_spec(MeshSpec.parse(FLAGS.mesh), sizes, cost_of, FLAGS.port_gb_per_s * 1e9)
     pages = max(kv_tokens, longest) // sizes.page_size + 1
     workers = [replace(each, num_pages=pages) if each.role.decodes else each for each in given.workers]

@@ -31,7 +31,7 @@ FLAGS = flags.FlagValues()
 flags.DEFINE_string("model", "", "folder; empty: the embedded model", flag_values=FLAGS)
 flags.DEFINE_integer("pp", 2, "stages", 2, flag_values=FLAGS)
 flags.DEFINE_list("batches", ["1", "4", "16"], "streams at once", flag_values=FLAGS)
-flags.DEFINE_list("turns", ["1", "4", "8"], "--decode_turns of the rings", flag_values=FLAGS)
+flags.DEFINE_list("turns", ["1", "4", "8"], "--multi_step of the rings", flag_values=FLAGS)
 flags.DEFINE_integer("prompt_tokens", 32, "of each stream", 1, flag_values=FLAGS)
 flags.DEFINE_integer("output_tokens", 65, "of each stream", 2, flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 5, "of each, after one that does not count", 1, flag_values=FLAGS)
@@ -65,7 +65,7 @@ def open_llm(turns: int | None) -> LLM:
     longest = FLAGS.prompt_tokens + FLAGS.output_tokens
     slots = max(map(int, FLAGS.batches))
     sizes = {"max_model_len": longest, "max_num_seqs": slots, "max_num_batched_tokens": 256, "prefix_caching": "off"}
-    return LLM(model=FLAGS.model, mesh=f"prefill:tp1,decode:{stages}", decode_turns=turns or 1, **sizes)
+    return LLM(model=FLAGS.model, mesh=f"prefill:tp1,decode:{stages}", multi_step=turns or 1, **sizes)
 
 
 async def burst(llm: LLM, batch: int, seed: int) -> Round:

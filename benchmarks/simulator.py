@@ -26,7 +26,7 @@ from benchmarks.machine import described
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster import Cluster
-from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, longest
+from jdisagg.sim.cluster_spec import by_roofline, cluster_spec, longest, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.traces import Trace, read_azure
@@ -62,8 +62,12 @@ class Speed:
 def measured(trace: Trace, workers: int, *, fast_forward: bool = True) -> Speed:
     chip, shape = hardware("h100"), Model(model("llama3-70b"))
     mesh = MeshSpec.parse(f"prefill:{workers // 2}xtp8,decode:{workers // 2}xtp8")
+    settings = plain_settings(longest(trace), max_num_seqs=256)
     given = cluster_spec(
-        mesh, Sizes(longest(trace)), by_roofline(lambda tp: Roofline(shape, chip, tp)), PORT_BYTES_PER_S
+        mesh,
+        settings,
+        by_roofline(lambda tp: Roofline(shape, chip, tp)),
+        PORT_BYTES_PER_S,
     )
     began = time.perf_counter()
     cluster = Cluster(given.workers, given.costs, given.links, fast_forward=fast_forward)

@@ -24,7 +24,7 @@ from benchmarks.machine import described
 from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.router_config import Routing
-from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, Topology, by_roofline, cluster_spec, longest
+from jdisagg.sim.cluster_spec import ClusterSpec, Topology, by_roofline, cluster_spec, longest, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import Outcome
@@ -72,7 +72,8 @@ def spec(trace: Trace, routing: Routing, labelled: bool) -> ClusterSpec:
     topology = Topology(labels, {f"rack-{rack}": FLAGS.uplink_gb_per_s * 1e9 for rack in range(2)})
     shape = Model(model_of("llama3-8b"), "bfloat16")
     cost_of = by_roofline(lambda tp: Roofline(shape, hardware("h100"), tp))
-    given = cluster_spec(mesh, Sizes(longest(trace)), cost_of, FLAGS.port_gb_per_s * 1e9, topology)
+    settings = plain_settings(longest(trace), max_num_seqs=256)
+    given = cluster_spec(mesh, settings, cost_of, FLAGS.port_gb_per_s * 1e9, topology)
     if not labelled:
         given = replace(given, workers=tuple(replace(each, labels=NOWHERE) for each in given.workers))
     return replace(given, routing=routing)

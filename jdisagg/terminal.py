@@ -115,12 +115,12 @@ def _programs(config: WorkerConfig, deployment: Deployment) -> str:
         parts.append(f"prefill chunks of {chunks} tokens x {_runs(config)}")
     if config.role.decodes:
         stages = f"{config.num_microbatches} stages"
-        if config.ring_stages > 1:
-            stages = f"a ring of {config.ring_stages}, {config.decode_turns} turns"
-        elif config.joint_stages > 1:
-            stages = f"{config.joint_stages} stages, {config.decode_turns} turns"
-        elif config.takes_turns:
-            stages = f"1 stage, {config.decode_turns} turns"
+        if config.is_ring:
+            stages = f"a ring of {config.decode.n}, {config.decode.steps_per_dispatch} steps per dispatch"
+        elif config.is_pipelined_multi_step:
+            stages = f"{config.decode.n} stages, {config.decode.steps_per_dispatch} steps per dispatch"
+        elif config.is_multi_step:
+            stages = f"1 stage, {config.decode.steps_per_dispatch} steps per dispatch"
         forced = f" + {config.forced_tokens} rows of forced tokens" if config.forced_tokens else ""
         parts.append(f"decode of {config.stage_slots} slots x {stages} x {widths} tokens{forced}")
     return ", ".join(parts)

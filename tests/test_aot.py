@@ -105,7 +105,7 @@ def test_a_whole_run_is_compiled_and_reported(tmp_path):
 @pytest.mark.slow
 def test_groups_over_hosts_are_compiled_and_what_they_send_is_told(tmp_path):
     """Prefill TP over four devices of two hosts, and a ring of two stages of two, each on a host of its own."""
-    sizes = "--kv_tokens=8192", "--max_num_batched_tokens=64", "--decode_turns=4", "--max_num_seqs=8"
+    sizes = "--kv_tokens=8192", "--max_num_batched_tokens=64", "--multi_step=4", "--max_num_seqs=8"
     done, report = report_of(tmp_path, "--mesh=prefill:tp4,decode:ring2tp2", "--target=h100:4x2", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr
     told = [each for each in report["floors"] if EXPECTED in each]

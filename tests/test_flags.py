@@ -157,7 +157,7 @@ def test_a_removed_routing_names_its_replacement_wherever_it_is_given(command: s
         values = declared(command)
         flags.read(values, [command, *arguments])
         flags.fill(values, environment)
-        Settings(routing=values["routing"].value).check()
+        Settings(routing=str(values["routing"].value)).check()
 
     for arguments, environment in (
         ([f"--routing={value}"], {}),

@@ -56,10 +56,10 @@ def test_the_table_has_every_kind_of_program_and_names_the_machine(table):
 def test_a_rings_dispatches_are_timed_and_price_a_simulation(tmp_path):
     """Of one turn and of the most; it has no stages to be timed alone."""
     path, mesh = tmp_path / "ring.json", "prefill:tp1,decode:ring2"
-    asked = [*ASKED, f"--mesh={mesh}", "--decode_turns=4", f"--output={path}", "--rounds=1"]
+    asked = [*ASKED, f"--mesh={mesh}", "--multi_step=4", f"--output={path}", "--rounds=1"]
     assert profile.main(["jdisagg profile", *asked]) == 0
     made = read_profile(path)
-    (decode,) = (each for each in made.pools if each.config.ring_stages == 2)
+    (decode,) = (each for each in made.pools if each.config.decode.n == 2)
     assert {each.turns for each in decode.decode} == {1, 4} and {each.stages for each in decode.decode} == {()}
     assert {each.batch for each in decode.decode} == {1, 2, 4} and min(each.seconds for each in decode.decode) > 0
     assert {each.kind for each in decode.programs} >= {"ring plain", "ring drawn", "ring scored", "draw steer"}

@@ -12,11 +12,13 @@ from jdisagg.core.journal import Header, Journal
 from jdisagg.core.model_identity import ModelIdentity
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.tiers import Tier
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import Role, Stages, WorkerConfig
 from tests.policy.test_tiers import ask, several
 from tests.sim.cases import check_ended, colocated, pair, request, run_all
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
+
+TWO_STAGES = {"is": "Stages", "n": 2}
 
 
 def record(path: Path, workers: list[WorkerConfig], faults: Faults) -> int:
@@ -34,7 +36,7 @@ def record(path: Path, workers: list[WorkerConfig], faults: Faults) -> int:
     return journal.num_recorded
 
 
-@pytest.mark.parametrize("workers", [pair(num_pages=12, reserve_tokens=2), colocated(num_microbatches=2)])
+@pytest.mark.parametrize("workers", [pair(num_pages=12, reserve_tokens=2), colocated(decode=Stages(2))])
 @pytest.mark.parametrize("faults", [Faults(), Faults(1, 1e-3, 0.02, 0.05, 0.1, 0.1, 0.05)])
 def test_a_recorded_run_replays_to_the_same_decisions(tmp_path, capsys, workers, faults):
     events = record(tmp_path / "run.jsonl", workers, faults)
@@ -101,7 +103,7 @@ DAMAGE = {
     "a page size of text": (lambda x: worker_changed(x, page_size="x"), "line 1: .*WorkerConfig.page_size: 'x'"),
     "a page size of nothing": (lambda x: worker_changed(x, page_size=0), "line 1: .*page_size is 0"),
     "pages without number": (lambda x: worker_changed(x, num_pages=10**18), "line 1: .*num_pages is 10000"),
-    "slots that fill nothing": (lambda x: worker_changed(x, num_slots=7, num_microbatches=2), "line 1: .*7 slots"),
+    "slots that fill nothing": (lambda x: worker_changed(x, num_slots=7, decode=TWO_STAGES), "line 1: .*7 slots"),
     "a time of text": (lambda x: changed(x, 2, at_s="now"), "line 3: at_s is 'now' and no time"),
     "a time without end": (lambda x: changed(x, 2, at_s=float("inf")), "line 3: at_s is inf and no time"),
     "a huge time": (lambda x: changed(x, 2, at_s=10**4000), "line 3: at_s is a huge number and no time"),

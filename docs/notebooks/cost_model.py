@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.sim.cluster import PATIENT
-from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest
+from jdisagg.sim.cluster_spec import cluster_spec, longest, plain_settings
 from jdisagg.sim.cost_models import CostModel, Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import Outcome
@@ -65,6 +65,10 @@ def told(name: str, outcome: Outcome) -> None:
 
 
 for name, cost_of in (("fitted", fitted), ("roofline", roofline)):
-    cluster = simulated(cluster_spec(MESH, Sizes(longest(TRACE)), cost_of, port_bytes_per_s=12.5e9), router=PATIENT)
+    settings = plain_settings(longest(TRACE), max_num_seqs=256)
+    cluster = simulated(
+        cluster_spec(MESH, settings, cost_of, port_bytes_per_s=12.5e9),
+        router=PATIENT,
+    )
     told(name, cluster.run(TRACE))
     cluster.check_all_ended()

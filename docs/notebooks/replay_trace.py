@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import jdisagg
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.cluster import PATIENT
-from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, longest
+from jdisagg.sim.cluster_spec import by_roofline, cluster_spec, longest, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import SLO, Point
@@ -44,7 +44,13 @@ print(f"{len(TRACE)} requests in {TRACE.span_s:.0f} s, {TRACE.input_tokens.mean(
 
 # %% Simulated, as fast as it came and faster: where do the objectives break?
 COSTS = by_roofline(lambda tp: Roofline(Model(model_of("llama3-70b")), hardware("h100"), tp))
-SPEC = cluster_spec(MeshSpec.parse("prefill:tp4,decode:tp4"), Sizes(longest(TRACE)), COSTS, port_bytes_per_s=50e9)
+SETTINGS = plain_settings(longest(TRACE), max_num_seqs=256)
+SPEC = cluster_spec(
+    MeshSpec.parse("prefill:tp4,decode:tp4"),
+    SETTINGS,
+    COSTS,
+    port_bytes_per_s=50e9,
+)
 for faster in (1, 10, 40):
     rate_rps = TRACE.rate_rps * faster
     cluster = simulated(SPEC, router=PATIENT)

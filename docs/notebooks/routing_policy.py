@@ -17,7 +17,7 @@ from jdisagg.core.router_config import Routing
 from jdisagg.policy.router import pair_selection, routing
 from jdisagg.policy.router.routing import Choice, RoutingRequest, WorkerSnapshot
 from jdisagg.sim.cluster import PATIENT
-from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, longest
+from jdisagg.sim.cluster_spec import by_roofline, cluster_spec, longest, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import Outcome
@@ -46,7 +46,8 @@ def two_choices(
 # %% Simulated: 4 + 4 H100s with Llama-3-8B, 1,200 requests of two lengths, on each routing.
 TRACE = poisson(read_workload("mix:2000+100@0.3,200+150@0.7").sample(1200, seed=1), rate_rps=100.0, seed=1)
 COSTS = by_roofline(lambda tp: Roofline(Model(model_of("llama3-8b")), hardware("h100"), tp))
-SPEC = cluster_spec(MeshSpec.parse("prefill:4xtp1,decode:4xtp1"), Sizes(longest(TRACE)), COSTS, 50e9)
+SETTINGS = plain_settings(longest(TRACE), max_num_seqs=256)
+SPEC = cluster_spec(MeshSpec.parse("prefill:4xtp1,decode:4xtp1"), SETTINGS, COSTS, 50e9)
 
 
 def run(named: Routing) -> Outcome:

@@ -167,7 +167,7 @@ def tables_of(deployment: Deployment, target: Target) -> list[ProgramTable]:
 
 def _table_of(deployment: Deployment, config: WorkerConfig, devices: Sequence[Device]) -> ProgramTable:
     model, layout, dtype = deployment.model, deployment.layout(config.role), jnp.dtype(deployment.dtype_of(config.role))
-    if config.ring_stages > 1:
+    if config.is_ring:
         return abstract_ring_table(config, model, layout, devices, dtype, deployment.weights)
     layers = deployment.layers_of(deployment.place(config.worker))
     return abstract_table(config, model, layout, layers, devices, dtype, deployment.weights)

@@ -177,7 +177,7 @@ class Report:
             checked = [each for each in self.checked if each.worker == config.worker]
             if config.role.prefills:
                 lines.append(self._prefill_line(config, checked))
-            if config.ring_stages > 1:
+            if config.is_ring:
                 lines.append(self._ring_line(config, checked))
             elif config.role.decodes:
                 lines.append(self._decode_line(config, checked))
@@ -216,18 +216,18 @@ class Report:
         )
 
     def _ring_line(self, config: WorkerConfig, checked: list[Checked]) -> str:
-        widest, pp = config.table_buckets[-1], config.ring_stages
+        widest, pp = config.table_buckets[-1], config.decode.n
         (floor_s, *_) = self._floors(checked, "ring plain", widest)
-        context, gap_s = min(self.context_tokens, widest * config.page_size), floor_s / config.decode_turns
+        context, gap_s = min(self.context_tokens, widest * config.page_size), floor_s / config.decode.steps_per_dispatch
         return (
             f"{config.worker}: {config.num_slots} sequences of {context:,} tokens get a token each"
-            f" {gap_s * 1e3:.2f} ms at best ({config.decode_turns} in a dispatch of {ticks(config)} ticks,"
+            f" {gap_s * 1e3:.2f} ms at best ({config.decode.steps_per_dispatch} in a dispatch of {ticks(config)} ticks,"
             f" {config.num_slots // pp} at each of {pp} stages), so at most {config.num_slots / gap_s:,.0f} tokens/s"
         )
 
     def _link_lines(self, config: WorkerConfig, checked: list[Checked]) -> list[str]:
         """Of the step with the most on the links, where anything crosses."""
-        kind = "ring" if config.ring_stages > 1 else "decode" if config.role is Role.DECODE else "prefill"
+        kind = "ring" if config.is_ring else "decode" if config.role is Role.DECODE else "prefill"
         found = [each for each in checked if each.declared.kind.startswith(kind) and each.alike]
         slowest = max(found, key=self.times.links_s, default=None)
         if slowest is None or not slowest.facts.across:

@@ -40,7 +40,7 @@ from jdisagg.core.router_config import RESERVE_TOKENS
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import DTYPE_BYTES
-from jdisagg.sim.cluster_spec import CostOf, Sizes, by_roofline, longest, published
+from jdisagg.sim.cluster_spec import CostOf, by_roofline, longest, published
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.planner import recommendation as tables
@@ -297,15 +297,16 @@ def builder_of(values: flags.FlagValues, most_tokens: int) -> CandidateBuilder |
     kind, _, path = values.cost.partition(":")
     if kind == "profile":
         return ProfiledCandidateBuilder(read_profile(path))
-    sizes = Sizes(
+    settings = Settings(
         max_model_len=most_tokens,
         page_size=values.page_size,
         max_num_seqs=values.max_num_seqs,
-        by_device=True,
         reserve_tokens=values.reserve_tokens,
+        mixed_steps="off",  # bounds by arithmetic are of prompts and decode rows in separate steps
+        prefix_caching="off",  # the workload's prompts have nothing in common
     )
     chip = hardware(values.hardware)
-    return CandidateBuilder(sizes, costs(values), link_bytes_per_s(values), chip.link_bytes_per_s * chip.link)
+    return CandidateBuilder(settings, costs(values), link_bytes_per_s(values), chip.link_bytes_per_s * chip.link)
 
 
 def question(values: flags.FlagValues) -> tuple[Problem, CandidateBuilder | ProfiledCandidateBuilder]:

@@ -60,8 +60,8 @@ def take(settings: Settings, rounds: int, console: Console) -> Profile:
     found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
     first = devices.first_of_most(found)
     deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first), chip=devices.chip_of(first))
-    if any(each.joint_stages > 1 for each in deployment.workers):
-        what = f"--decode_turns={settings.decode_turns} of the stages of --mesh={settings.mesh}"
+    if any(each.is_pipelined_multi_step for each in deployment.workers):
+        what = f"--multi_step={settings.multi_step} of the stages of --mesh={settings.mesh}"
         raise ConfigError(f"{what} is not timed: leave it away, or take a ring")
     bar, on_progress = terminal.compile_bar(console)
     with bar:

@@ -9,7 +9,7 @@ A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens),
 (num_prefill_tokens, num_decode_tokens); or mix:INPUT+OUTPUT@SHARE,... The last two get their arrivals drawn: Poisson,
 or by --servegen's rates. --rate stretches recorded arrivals alike.
 --cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines;
---cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels, with --mixed_steps;
+--cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels;
 --cost=profile:FILE are your own devices as jdisagg profile timed them, with that run's model, sizes and transfers.
 Where a trace names its blocks (mooncake), prompts that begin alike find each other's KV, as live; --dram_tokens,
 --disk_tokens and --pool_tokens keep it below HBM.
@@ -36,15 +36,17 @@ from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Checked, Profile, read_profile
 from jdisagg.core.router_config import RESERVE_TOKENS, RouterConfig, Routing
-from jdisagg.core.worker_config import TransferMode, chunk_tokens
+from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import TransferMode
 from jdisagg.policy.autoscaler import Scaling
 from jdisagg.sim.arithmetic import DTYPE_BYTES
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import (
+    FREE_LINK,
     ClusterSpec,
     CostOf,
     Hosts,
-    Sizes,
+    PortOf,
     by_device,
     by_kernels,
     cluster_spec,
@@ -68,7 +70,10 @@ from jdisagg.sim.tiers import TierSpec, rates_said, tier_speeds
 from jdisagg.sim.traces import Trace, closed_loop
 from jdisagg.sim.traces.workloads import by_rates, cut, drawn, read_workload
 
-ONE_AT_A_TIME: dict[str, Any] = {"chunks_in_flight": 1, "steps_in_flight": 1}  # as such engines run
+PORT_HELP = (
+    "GB/s of a worker's port, each way; 0: the NICs of --hardware (of an A100 for distserve); inf: KV takes no time"
+)
+FITTED_ON = "a100"  # DistServe's measurements
 WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need more than the project does
 
 
@@ -111,7 +116,7 @@ def _define_cluster(values: flags.FlagValues) -> None:
     flags.define(values, kinds, model="opt-13b", engine="distserve", dtype="bfloat16")
     flags.define(values, mesh="prefill:tp1,decode:tp1", cost="roofline", hardware="h100", host_s=1e-3, kv_tokens=0)
     flags.define(values, early_rejection="off")
-    flags.define(values, routing="cache_aware", prefix_caching="on", mixed_steps="off", transfer="chunk")
+    flags.define(values, routing="cache_aware", prefix_caching="on", mixed_steps="on", transfer="auto")
     flags.define(values, max_num_seqs=0, max_num_batched_tokens=0, page_size=0, reserve_tokens=RESERVE_TOKENS)
     flags.define(values, dram_tokens=0, disk_tokens=0)
     absl_flags.DEFINE_integer(
@@ -125,7 +130,7 @@ def _define_cluster(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_list(
         "tier_gb_per_s", [], "of a worker, each way, as dram:25,pool:12,peer:12; else --hardware's", flag_values=values
     )
-    absl_flags.DEFINE_float("port_gb_per_s", 0.0, "of a worker, each way; 0: KV takes no time", 0.0, flag_values=values)
+    absl_flags.DEFINE_float("port_gb_per_s", 0.0, PORT_HELP, 0.0, flag_values=values)
     absl_flags.DEFINE_float("nic_gb_per_s", 0.0, "of a host, each way, shared by its workers", 0.0, flag_values=values)
     flags.define(values, autoscale="off")
     until, change = "--autoscale: until what runs there goes on elsewhere", "--autoscale: of a machine's change of role"
@@ -217,27 +222,47 @@ def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
         given = cluster_spec_of(_profiled(values), MeshSpec.parse(values.mesh), mode, prefix_caching=keeps)
         check_fits(given, trace)
         return given
-    mixed = values.mixed_steps == "on"
-    mesh = MeshSpec.parse(values.mesh)
-    cost_of = costs(values)
-    sizes = Sizes(
-        max_model_len=longest(trace),
+    mesh, cost_of = MeshSpec.parse(values.mesh), costs(values)
+    is_kernels = values.cost.startswith("kernels:")
+    hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
+    settings = settings_of(values, longest(trace), keeps=keeps)
+    ahead = {"chunks_in_flight": 1} if is_kernels and settings.mixed_steps == "on" else {}
+    return cluster_spec(mesh, settings, cost_of, port_of(values, mesh), hosts, **ahead)
+
+
+def settings_of(values: flags.FlagValues, max_model_len: int, *, keeps: bool) -> Settings:
+    """Returns the server's settings for the flags; all that have no flag here are at the server's defaults. keeps:
+    the prompts have blocks with names, so that KV can be found again. Raises FlagError."""
+    is_fit, is_kernels = values.cost == "distserve", values.cost.startswith("kernels:")
+    if is_fit and values["mixed_steps"].present and values.mixed_steps == "on":
+        raise FlagError("--mixed_steps=on and --cost=distserve: fits have no times of mixed steps; say off")
+    mixed = "off" if is_fit else values.mixed_steps
+    one_at_a_time = is_kernels and mixed == "on"  # as such engines run
+    return Settings(
+        max_model_len=max_model_len,
         page_size=values.page_size,
         max_num_seqs=values.max_num_seqs,
-        by_device=True,
-        chunk_tokens=values.max_num_batched_tokens,
+        max_num_batched_tokens=values.max_num_batched_tokens,
         reserve_tokens=values.reserve_tokens,
-        transfer=TransferMode(values.transfer),
+        transfer=values.transfer,
         mixed_steps=mixed,
-        prefix_caching=keeps,
-        **(ONE_AT_A_TIME if mixed else {}),
-    ).chosen(mesh, cost_of)
-    if mixed:
-        place = next(each for each in mesh.workers() if each.role.decodes)
-        slots = sizes.slots(place, *cost_of(place))
-        sizes = replace(sizes, chunk_tokens=chunk_tokens(sizes.chunk_tokens, slots, sizes.page_size))
-    hosts = Hosts(values.workers_per_host, values.nic_gb_per_s * 1e9) if values.nic_gb_per_s else None
-    return cluster_spec(mesh, sizes, cost_of, values.port_gb_per_s * 1e9 or None, hosts)
+        prefix_caching="on" if keeps else "off",
+        short_prompt_tokens=0 if is_fit else Settings.short_prompt_tokens,
+        steps_in_flight=1 if one_at_a_time else Settings.steps_in_flight,
+    )
+
+
+def port_of(values: flags.FlagValues, mesh: MeshSpec) -> float | PortOf:
+    """Returns the port of each worker: --port_gb_per_s, else the NICs of its devices. Raises FlagError where neither
+    is known."""
+    if values.port_gb_per_s:
+        return values.port_gb_per_s * 1e9
+    if len(mesh.pools) == 1 or values.nic_gb_per_s:
+        return FREE_LINK  # no KV crosses a port, or the hosts' NICs are what takes time
+    if values.cost.startswith("kernels:"):
+        raise FlagError(f"--cost={values.cost} has no link: say --port_gb_per_s=N; inf: KV takes no time")
+    devices = devices_of(FITTED_ON if values.cost == "distserve" else values.hardware)
+    return lambda place: devices[place.role].port_bytes_per_s * len(place.device_ids)
 
 
 def simulate(values: flags.FlagValues, rate: float) -> Run:

@@ -26,7 +26,7 @@ from jdisagg.core.labels import Labels
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import Attempt, Request, Sampled, SamplingParams
 from jdisagg.core.router_config import RouterConfig
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import Ring, Stages, WorkerConfig
 
 TAG = "is"
 WHOLE_BITS = 64  # seeds are the widest numbers there are
@@ -49,7 +49,7 @@ NOUNS: dict[str, type] = {
         *_dataclasses_of(messages),
         *_dataclasses_of(events),
         *_dataclasses_of(tiers),
-        *(Adapter, Attempt, Request, SamplingParams, Sampled, Ledger, Labels, WorkerConfig, RouterConfig),
+        *(Adapter, Attempt, Request, SamplingParams, Sampled, Ledger, Labels, WorkerConfig, Stages, Ring, RouterConfig),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Sizes that nobody said: slots, a step's tokens, pages and declared shapes, from the model and the device.
+"""Sizes that no setting says: slots, tokens per step, pages and declared shapes, from the model and the device.
 
 A decode step reads each weight once for all its rows. Up to the *critical batch* it takes no longer for more of them:
 the time of reading is over that of multiplying (F / W rows for matrices of two bytes, of F FLOP/s and W bytes/s; with
@@ -10,12 +10,15 @@ seconds to compile, and a step of few rows is bound by its rows already.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jdisagg.core.hardware import CHIPS, GIB, Chip
 from jdisagg.core.layout.kv_layout import LANES, KVLayout
+from jdisagg.core.mesh_spec import MeshSpec, Role, WorkerMesh
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.worker_config import Role
+from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings
 
 TYPICAL_TOKENS = (
     1024  # that a running sequence holds; where they are more, rows stay empty, which costs next to nothing
@@ -27,8 +30,8 @@ ACTIVATIONS_SHARE = 16  # a chunk's activations take one part of so many of a de
 PAGE_BYTES = 128 << 10  # of one layer on one device: a TPU's copy of it takes longer than it takes to ask for
 LEAST_PAGE, LARGEST_PAGE = 32, 128  # tokens: whole tiles of every dtype; a prefix's granularity
 LEAST_WIDTH = 2048  # of page tables, in tokens: kernels read the pages that are there, whatever a table's width
-MOST_TURNS = 8  # of a dispatch; on the CPU of a ring alone: there single steps take no longer
-FORESEEN_TURNS = 32  # of one stage that hears of each sequence before its KV comes; a prompt comes unannounced
+MULTI_STEP = 8  # decode steps per dispatch; on the CPU only of a ring: there single steps take no longer
+DECODE_MULTI_STEP = 32  # of one stage that only decodes: it knows of each sequence before its KV comes
 USUAL = {"tpu": "v5e", "gpu": "a100"}  # what a device that has no sheet is taken for
 
 
@@ -48,8 +51,37 @@ class Buckets:
     smallest_width: int
 
 
-CPU_SLOTS = Size(8, "8 slots: on the CPU, rows of a step are what takes its time")
-CPU_TOKENS = Size(512, "512 tokens a step: on the CPU, larger ones are no faster a token and hold others up")
+@dataclass(frozen=True, slots=True)
+class ChosenSizes:
+    """Sizes of a run: those that settings say, and for settings of 0 what the model and its devices make of them."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_chunk_seqs: int
+    multi_step: int  # decode steps per dispatch of one stage
+    ring_multi_step: int  # decode steps per dispatch of a ring
+    buckets: Buckets
+    reasons: tuple[str, ...] = ()  # a line for each that no setting says
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices of all workers of a mesh whose pools name no platforms."""
+
+    platform: str
+    chip: Chip | None  # None: there is no data sheet
+    memory_bytes: int | None  # of one device; None where it is unknown, and on the CPU
+
+    def of(self, place: WorkerMesh) -> Devices:
+        """Returns the devices of one worker, whose pool may name another platform."""
+        platform = place.platform or self.platform
+        return self if platform == self.platform else Devices(platform, None, None)
+
+
+CPU_SLOTS = Size(8, "8 decode slots: on a CPU, step time grows with each sequence")
+CPU_TOKENS = Size(
+    512, "512 tokens per prefill step: larger steps are no faster per token on a CPU and delay other requests"
+)
 CPU_PAGE = Size(32, "pages of 32 tokens")
 CPU_BUCKETS = Buckets(64, 256)
 
@@ -84,7 +116,9 @@ def page_size(platform: str, kv: KVLayout, tp: int, longest: int) -> Size:
     if platform == "cpu":
         return CPU_PAGE
     if platform == "gpu":
-        return Size(32, "pages of 32 tokens: a GPU gathers rows of any, and smaller ones are named more often")
+        return Size(
+            32, "32-token pages: a GPU reads any page size equally well; smaller pages only lengthen the page table"
+        )
     token_bytes = replace(kv, page_size=LARGEST_PAGE).layer_page_bytes(tp) / LARGEST_PAGE
     wanted = _power_near(PAGE_BYTES / token_bytes, up=True)
     least = LANES // 2 if kv.scaled else LEAST_PAGE  # scales of K and V fill a row of a tile
@@ -149,11 +183,50 @@ def buckets_of(platform: str, tokens: int) -> Buckets:
     return CPU_BUCKETS if platform == "cpu" else Buckets(max(64, tokens // 16), LEAST_WIDTH)
 
 
-def one_stage_turns(platform: str, role: Role) -> int:
-    """The most that a dispatch of a worker of one stage takes."""
+def one_stage_multi_step(platform: str, role: Role) -> int:
+    """Returns the most decode steps per dispatch of a worker of one stage."""
     if platform == "cpu":
         return 1
-    return FORESEEN_TURNS if role is Role.DECODE else MOST_TURNS
+    return DECODE_MULTI_STEP if role is Role.DECODE else MULTI_STEP
+
+
+def choose_page_size(settings: Settings, mesh: MeshSpec, devices: Devices, kv: KVLayout, longest: int) -> Size:
+    """Returns the page size of decode workers; prefill workers have it too unless --prefill_page_size differs."""
+    if settings.page_size:
+        return Size(settings.page_size, "")
+    place = mesh.place_of(decodes=True)
+    return page_size(devices.of(place).platform, kv, place.tp, longest)
+
+
+def choose_sizes(
+    settings: Settings,
+    model: ModelConfig,
+    mesh: MeshSpec,
+    devices: tuple[Devices, Devices],
+    page: Size,
+    longest: int,
+    room: Mapping[WorkerId, int | None],
+) -> ChosenSizes:
+    """Returns the sizes of a mesh on the devices of decode and of prefill workers. room: a worker's tokens of KV, None
+    where they are unknown."""
+    decoding, prefilling = mesh.place_of(decodes=True), mesh.place_of(decodes=False)
+    here, there = devices
+    slots, tokens = Size(settings.max_num_seqs, ""), Size(settings.max_num_batched_tokens, "")
+    if not slots.value:
+        held = room[decoding.worker]
+        slots = decode_slots(model, decoding.tp, decoding.pp, here.platform, here.chip, held, longest)
+        if tokens.value and decoding.role is Role.COLOCATED and settings.mixed_steps == "on" and here.platform != "cpu":
+            slots = beside_chunks(slots, decoding.pp, tokens.value)
+    if not tokens.value:
+        tokens = step_tokens(model, prefilling.tp, there.platform, there.chip, there.memory_bytes)
+    prompts = Size(settings.max_chunk_seqs, "")
+    if not prompts.value:
+        prompts = chunk_sequences(there.platform, tokens.value)
+    reasons = tuple(each.reason for each in (slots, tokens, prompts, page) if each.reason)
+    buckets = buckets_of(there.platform, tokens.value)
+    steps = settings.multi_step or one_stage_multi_step(here.platform, decoding.role)
+    ring_steps = settings.multi_step or MULTI_STEP
+    return ChosenSizes(slots.value, tokens.value, prompts.value, steps, ring_steps, buckets, reasons)
 
 
 def _called(sheet: Chip, chip: Chip | None) -> str:

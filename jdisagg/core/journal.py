@@ -20,7 +20,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
 
-VERSION = 4
+VERSION = 5
 LATEST_S = 1e12  # a clock says no more
 
 

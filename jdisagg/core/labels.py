@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from types import MappingProxyType
 
 from jdisagg.core.errors import ConfigError
 
@@ -58,12 +60,14 @@ class Labels:
 
 NOWHERE = Labels()
 NAMES = tuple(each.name for each in fields(Labels))
-SHARED_BY: dict[LinkClass, tuple[str, ...]] = {
-    LinkClass.PROCESS: ("process",),
-    LinkClass.HOST: ("host",),
-    LinkClass.RACK: ("rack", "slice"),
-    LinkClass.POD: ("pod",),
-}
+SHARED_BY: Mapping[LinkClass, tuple[str, ...]] = MappingProxyType(
+    {
+        LinkClass.PROCESS: ("process",),
+        LinkClass.HOST: ("host",),
+        LinkClass.RACK: ("rack", "slice"),
+        LinkClass.POD: ("pod",),
+    }
+)
 
 
 def link_class(one: Labels, other: Labels) -> LinkClass:

@@ -23,7 +23,6 @@ from enum import StrEnum
 
 from jdisagg.core.errors import MeshError
 from jdisagg.core.request import WorkerId
-from jdisagg.core.worker_config import Role
 
 _POOL = re.compile(
     r"(?P<role>[a-z]+)(?:@(?P<platform>[a-z]+))?:(?:(?P<count>\d{1,5})x)?(?P<shape>(?:(?:pp|ring|tp)\d{1,5})+)(?:@(?P<first>\d{1,5}))?"
@@ -34,6 +33,22 @@ GRAMMAR = (
     "prefill:[Nx][ppS][tpT][@K],decode:[Nx][ppS|ringS][tpT][@K] or colocated:[Nx][ppS][tpT][@K],"
     " K the first device's index; role@cpu, @gpu or @tpu for pools on unlike devices"
 )
+
+
+class Role(StrEnum):
+    """The phases that a worker computes."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"  # both phases on one mesh: the handoff is a no-op
+
+    @property
+    def prefills(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not Role.PREFILL
 
 
 class Schedule(StrEnum):

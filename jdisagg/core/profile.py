@@ -14,7 +14,7 @@ from jdisagg.core.codec import decode, encode
 from jdisagg.core.errors import ConfigError, DecodeError
 from jdisagg.core.worker_config import WorkerConfig
 
-VERSION = 1
+VERSION = 2
 PHASES = ("prefill", "decode")
 
 

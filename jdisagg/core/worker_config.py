@@ -6,26 +6,18 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+from jdisagg.core.adapters import adapter_sizes
+from jdisagg.core.default_sizes import ChosenSizes
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.labels import NOWHERE, Labels
+from jdisagg.core.layout.kv_layout import DraftPages, KVLayout
+from jdisagg.core.mesh_spec import Role, Schedule, WorkerMesh
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RESERVE_TOKENS
+from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.tiers import Tier
-
-
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    COLOCATED = "colocated"  # both phases on one mesh: the handoff is a no-op
-
-    @property
-    def prefills(self) -> bool:
-        return self is not Role.DECODE
-
-    @property
-    def decodes(self) -> bool:
-        return self is not Role.PREFILL
 
 
 class TransferMode(StrEnum):
@@ -53,9 +45,8 @@ MAY_BE_NONE = (
     *("short_prompt_tokens", "part_tries", "kv_token_bytes", "dram_pages", "disk_pages", "max_loras", "max_lora_rank"),
 )
 WHOLE = (
-    *("num_pages", "page_size", "max_model_len", "num_slots", "num_microbatches"),
-    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight", "prefill_stages", "ring_stages", "joint_stages"),
-    "decode_turns",
+    *("num_pages", "page_size", "max_model_len", "num_slots"),
+    *("max_chunk_seqs", "steps_in_flight", "chunks_in_flight", "prefill_stages"),
     *MAY_BE_NONE,
 )
 MIN_NGRAM = 2  # tokens at the end of a sequence that must have stood there before, for a guess of n-grams
@@ -76,8 +67,28 @@ class Compress(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Stages:
+    """Decode stages, each of them a program on its own devices.
+
+    One step per dispatch: each stage has a microbatch of its own, and a step holds one of them. Several: a step holds
+    all slots, whose microbatches go through the stages again and again within one dispatch.
+    """
+
+    n: int = 1
+    steps_per_dispatch: int = 1  # tokens of each sequence that one dispatch samples, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Decode stages that are one program over all their devices, which takes all slots as one microbatch."""
+
+    n: int
+    steps_per_dispatch: int = 1  # tokens of each sequence that one dispatch samples, at most
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One worker's sizes. Buckets are ascending; a plan's size is the smallest bucket that holds it."""
+    """One worker's configuration. Buckets are ascending; a plan's size is the smallest bucket that holds it."""
 
     worker: WorkerId
     role: Role
@@ -85,7 +96,7 @@ class WorkerConfig:
     page_size: int  # tokens a page
     max_model_len: int  # tokens of one sequence, prompt and output together
     num_slots: int = 8  # sequences decoded at once, over all microbatches
-    num_microbatches: int = 1  # as many as pipeline stages
+    decode: Stages | Ring = Stages()  # how its decode steps run
     prefill_buckets: tuple[int, ...] = (128, 512)  # tokens of one packed chunk; the last is the chunk size
     table_buckets: tuple[int, ...] = (8, 32, 128)  # page-table widths, pages
     max_chunk_seqs: int = 8  # sequences packed into one chunk
@@ -99,9 +110,6 @@ class WorkerConfig:
     decode_steps_per_chunk: int = 1  # where both are computed: steps of each busy microbatch from chunk to chunk
     mixed_steps: bool = False  # chunks and decode rows in one program; else they take turns
     short_prompt_tokens: int = 0  # the uncached end of a prompt that a decode worker computes itself, at most; 0: none
-    ring_stages: int = 1  # stages of a ring, which is one program and takes all slots as one microbatch; 1: no ring
-    joint_stages: int = 1  # stages, of programs of their own, that a step's microbatches go round; 1: a step holds one
-    decode_turns: int = 1  # tokens of each row that a step draws at most, where nothing changes meanwhile
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     forced_tokens: int = 0  # without drafts: rows of a step beside its slots', for what grammars force; 0: none
     guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
@@ -156,11 +164,9 @@ class WorkerConfig:
             sizes: tuple[int, ...] = getattr(self, name)
             if not sizes or list(sizes) != sorted(set(sizes)) or not 1 <= sizes[0] <= sizes[-1] <= MOST:
                 raise ConfigError(f"{self.worker}: {name} is {sizes[:9]}, must ascend from 1 up")
-        if self.num_slots % self.num_microbatches:
-            raise ConfigError(f"{self.worker}: {self.num_slots} slots do not fill {self.num_microbatches} microbatches")
         if self.prefill_stages > 1 and self.role is not Role.PREFILL:
             raise ConfigError(f"{self.worker}: {self.prefill_stages} prefill stages of a worker that is {self.role}")
-        self._check_ring()
+        self._check_decode()
         if self.max_loras and not self.max_lora_rank:
             raise ConfigError(f"{self.worker}: max_lora_rank is 0 beside {self.max_loras} max_loras")
         if not all(0 <= first < stop <= MOST for first, stop in self.layer_groups):
@@ -170,31 +176,24 @@ class WorkerConfig:
                 raise ConfigError(f"{self.worker}: {name} is {getattr(self, name)}, must be finite and not negative")
         self.labels.check(self.worker)
 
-    def _check_ring(self) -> None:
-        if self.takes_turns and (not self.role.decodes or self.num_microbatches > 1 or self.always_guesses):
-            what = f"{self.num_microbatches} stages, {self.draft_tokens} draft_tokens and is {self.role}"
+    def _check_decode(self) -> None:
+        stages, steps, least = self.decode.n, self.decode.steps_per_dispatch, 2 if self.is_ring else 1
+        if not least <= stages <= MOST or not 1 <= steps <= MOST:
+            raise ConfigError(f"{self.worker}: decode is {self.decode}, must have n from {least} on and a step or more")
+        if self.num_slots % stages:
+            raise ConfigError(f"{self.worker}: {self.num_slots} slots do not fill the microbatches of {self.decode}")
+        if self.is_ring:
+            can = self.role is Role.DECODE and not (self.short_prompt_tokens or self.tokens_ahead or self.mixed_steps)
+        elif self.is_pipelined_multi_step:
+            can = self.role is Role.DECODE and not (self.draft_tokens or self.mixed_steps)
+        else:
+            can = not self.is_multi_step or (self.role.decodes and not self.always_guesses)
+        if not can:
+            what = f"short_prompt_tokens {self.short_prompt_tokens}, draft_tokens or forced_tokens {self.tokens_ahead}"
             raise ConfigError(
-                f"{self.worker}: decode_turns is {self.decode_turns}, for a ring or for one stage that guesses nothing,"
-                f" or only at times; it has {what}"
+                f"{self.worker}: {self.decode} only decodes, without drafts of every step; it is {self.role} with"
+                f" {what} and mixed_steps {self.mixed_steps}"
             )
-        ahead = self.tokens_ahead
-        if self.ring_stages > 1 and (self.role is not Role.DECODE or self.short_prompt_tokens or ahead):
-            what = f"short_prompt_tokens {self.short_prompt_tokens} and draft_tokens or forced_tokens {ahead}"
-            raise ConfigError(f"{self.worker}: a ring decodes and nothing else; it is {self.role} with {what}")
-        if self.ring_stages > 1 and (self.num_slots % self.ring_stages or self.num_microbatches > 1):
-            what = f"{self.num_slots} slots in {self.num_microbatches} microbatches"
-            raise ConfigError(f"{self.worker}: {what} for a ring of {self.ring_stages}: whole multiples, in one")
-        if self.joint_stages > 1:
-            self._check_joint()
-
-    def _check_joint(self) -> None:
-        stages = f"{self.joint_stages} stages that all slots go round in a step"
-        if self.role is not Role.DECODE or self.draft_tokens or self.mixed_steps or self.ring_stages > 1:
-            what = f"{self.draft_tokens} draft_tokens, mixed_steps {self.mixed_steps}, ring_stages {self.ring_stages}"
-            raise ConfigError(f"{self.worker}: {stages} decode and guess nothing; it is {self.role} with {what}")
-        if self.num_microbatches > 1 or self.num_slots % self.joint_stages:
-            what = f"{self.num_slots} slots in {self.num_microbatches} microbatches"
-            raise ConfigError(f"{self.worker}: {what} for {stages}: whole multiples, in one")
 
     @property
     def tokens_ahead(self) -> int:
@@ -215,10 +214,24 @@ class WorkerConfig:
         return always_guesses(self.draft_tokens, guesses=self.guesses, auto=self.draft_auto)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether it has programs of several turns beside those of single steps; a ring has no others, and of several
-        stages a turn is a single step."""
-        return self.decode_turns > 1 and self.ring_stages == self.joint_stages == 1
+    def is_ring(self) -> bool:
+        """True if its decode stages are one program."""
+        return isinstance(self.decode, Ring)
+
+    @property
+    def is_multi_step(self) -> bool:
+        """True if it is one stage with programs of several steps beside those of single steps."""
+        return not self.is_ring and self.decode.steps_per_dispatch > 1 and self.decode.n == 1
+
+    @property
+    def is_pipelined_multi_step(self) -> bool:
+        """True if one dispatch takes the microbatches of all slots through several stages more than once."""
+        return not self.is_ring and self.decode.steps_per_dispatch > 1 and self.decode.n > 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """Sets of slots that take steps of their own."""
+        return 1 if self.takes_all_slots else self.decode.n
 
     @property
     def computes_prompts(self) -> bool:
@@ -232,13 +245,13 @@ class WorkerConfig:
 
     @property
     def takes_all_slots(self) -> bool:
-        """Whether a step takes all slots through several stages: it waits for nothing that one of them lacks."""
-        return self.ring_stages > 1 or self.joint_stages > 1
+        """True if a step takes all slots through several stages, and so waits for the KV of every stage."""
+        return self.is_ring or self.is_pipelined_multi_step
 
     @property
     def stage_batches(self) -> int:
         """Microbatches that go round its stages, whether a step holds one of them or all."""
-        return self.num_microbatches * self.joint_stages
+        return 1 if self.is_ring else self.decode.n
 
     @property
     def stage_slots(self) -> int:
@@ -293,3 +306,185 @@ def chunk_tokens(step_tokens: int, rows: int, page_size: int) -> int:
         )
         raise ConfigError(f"{what}: raise it to {rows + page_size} or more, or say --mixed_steps=off")
     return left - left % page_size if rows else left
+
+
+# ------------------------------------------------------------------ from settings to a worker's sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Tokens of a draft, 0 for none; `guesses` is false if they come of grammars alone; `auto` if they are verified
+    only where that is faster; `draft` is the model or head that guesses them, "" for n-grams."""
+
+    tokens: int = 0
+    guesses: bool = True
+    auto: bool = False
+    draft: str = ""
+    head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSizes:
+    """Sizes of one worker that no setting says alone: chosen for the model and its devices, or measured."""
+
+    chosen: ChosenSizes
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    speculation: Speculation = Speculation()
+    has_grammars: bool = False  # grammars of requests may force tokens
+    layer_groups: tuple[tuple[int, int], ...] = ()  # the worker's stages, or the decode stages'; (): one group
+    draft_layers: int = 0
+    kv_token_bytes: int = 0  # 0: unknown
+    kv_layout: str = ""
+
+
+def worker_config(settings: Settings, mesh_row: WorkerMesh, sizes: WorkerSizes) -> WorkerConfig:
+    """Returns the configuration of one worker of a mesh; slots are rounded up to whole microbatches.
+
+    The server, the simulator, the planner and `jdisagg aot` all derive their workers here.
+    """
+    role, is_ring = mesh_row.role, mesh_row.schedule is Schedule.RING
+    stages, depth = (mesh_row.pp, 1) if role.decodes else (1, mesh_row.pp)  # of decode, of prefill alone
+    steps = _steps_per_dispatch(settings, mesh_row, sizes)
+    decode = Ring(stages, steps) if is_ring else Stages(stages, steps)
+    takes_all_slots = is_ring or (stages > 1 and steps > 1)
+    slots = -(-sizes.chosen.max_num_seqs // stages) * stages
+    rows = slots // stages
+    short = _short_prompt_tokens(settings, sizes, rows) if role is Role.DECODE and not is_ring else 0
+    is_mixed = settings.mixed_steps == "on" and not takes_all_slots and (short > 0 or role is Role.COLOCATED)
+    return WorkerConfig(
+        worker=mesh_row.worker,
+        role=role,
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        max_model_len=sizes.max_model_len,
+        num_slots=slots,
+        decode=decode,
+        prefill_stages=depth,
+        chunks_in_flight=depth + 1,  # one for each stage, and one that waits for the first
+        steps_in_flight=settings.steps_in_flight,
+        prefill_buckets=(short,) if short else _prefill_buckets(settings, sizes, rows if is_mixed else 0),
+        table_buckets=_table_buckets(settings, sizes),
+        max_chunk_seqs=sizes.chosen.max_chunk_seqs,
+        reserve_tokens=settings.reserve_tokens,
+        mixed_steps=is_mixed,
+        short_prompt_tokens=short,
+        embeds=settings.embeddings != "off",
+        ack_timeout_s=settings.handoff_timeout_s,
+        router_grace_s=0.0 if settings.role == "all" else settings.router_grace_s,
+        labels=Labels.parse(settings.labels),
+        **adapter_sizes(settings),
+        **_draft_fields(settings, sizes, is_ring=is_ring),
+        **_transfer_fields(settings, sizes, takes_all_slots=takes_all_slots),
+        **_tier_fields(settings, sizes),
+    )
+
+
+def _steps_per_dispatch(settings: Settings, mesh_row: WorkerMesh, sizes: WorkerSizes) -> int:
+    """The most decode steps of one dispatch: of a ring, or of one stage that does not verify drafts in every step. A
+    head's states are made by single steps alone. Several stages take more than one only if settings say so, and
+    without drafts: a step then takes all slots, and no sequence starts before all its KV has arrived."""
+    drafts = sizes.speculation
+    if mesh_row.schedule is Schedule.RING:
+        return sizes.chosen.ring_multi_step
+    if mesh_row.role is Role.DECODE and mesh_row.pp > 1:
+        return 1 if drafts.tokens else settings.multi_step or 1
+    always = always_guesses(drafts.tokens, guesses=drafts.guesses, auto=drafts.auto)
+    is_one_stage = mesh_row.role.decodes and mesh_row.pp == 1
+    return sizes.chosen.multi_step if is_one_stage and not always and not drafts.head else 1
+
+
+def _short_prompt_tokens(settings: Settings, sizes: WorkerSizes, rows: int) -> int:
+    """The chunk of a decode worker with `rows` rows a step, in whole pages; 0 if a step has no room for a page.
+
+    Only a worker that keeps pages for their content ever holds all but the end of a prompt.
+    """
+    if settings.prefix_caching != "on":
+        return 0
+    tokens = min(settings.short_prompt_tokens, sizes.chosen.max_num_batched_tokens - rows)
+    return max(0, tokens - tokens % sizes.page_size)
+
+
+def _prefill_buckets(settings: Settings, sizes: WorkerSizes, rows: int) -> tuple[int, ...]:
+    """Declared chunks, ascending, beside `rows` decode rows."""
+    chunk = chunk_tokens(sizes.chosen.max_num_batched_tokens, rows, sizes.page_size)
+    found = int_list(settings.prefill_buckets, "prefill_buckets")
+    found = found or _quarters(chunk, sizes.chosen.buckets.smallest_chunk)
+    return found if found[-1] == chunk else (*(size for size in found if size < chunk), chunk)
+
+
+def _table_buckets(settings: Settings, sizes: WorkerSizes) -> tuple[int, ...]:
+    """Widths of page tables, in pages, ascending; the widest holds the longest sequence."""
+    longest = sizes.max_model_len
+    widths = int_list(settings.table_buckets, "table_buckets")
+    widths = widths or _quarters(longest, sizes.chosen.buckets.smallest_width)
+    return tuple(sorted({-(-width // sizes.page_size) for width in (*widths, longest) if width <= longest}))
+
+
+def _quarters(largest: int, smallest: int) -> tuple[int, ...]:
+    """`largest` divided by four again and again while it stays at `smallest` or over, ascending."""
+    sizes = [largest]
+    while sizes[0] // 4 >= smallest:
+        sizes.insert(0, sizes[0] // 4)
+    return tuple(sizes)
+
+
+def _draft_fields(settings: Settings, sizes: WorkerSizes, *, is_ring: bool) -> dict[str, Any]:
+    """How many tokens are guessed, by what and when; only a model of its own reads tokens first."""
+    drafts = sizes.speculation
+    tokens = 0 if is_ring else drafts.tokens
+    return {
+        "draft_tokens": tokens,
+        "forced_tokens": 0 if is_ring or tokens or not sizes.has_grammars else settings.forced_tokens,
+        "guesses": drafts.guesses,
+        "draft_auto": drafts.auto and not is_ring,
+        "draft_ngrams": not drafts.draft,
+        "draft_reads": min(DRAFT_READS, sizes.max_model_len) if drafts.draft and not drafts.head else 0,
+        "draft_layers": sizes.draft_layers,
+    }
+
+
+def _transfer_fields(settings: Settings, sizes: WorkerSizes, *, takes_all_slots: bool) -> dict[str, Any]:
+    """When KV leaves, in which layer groups, and in which bytes."""
+    return {
+        "transfer": TransferMode(settings.transfer),
+        "digests": Digests(settings.transfer_digests),
+        "stage_admission": settings.stage_admission == "on" and not takes_all_slots,
+        "layer_groups": sizes.layer_groups,
+        "kv_token_bytes": sizes.kv_token_bytes,
+        "compress": Compress(settings.transfer_compress),
+        "error_bound": settings.transfer_error_bound,
+        "kv_layout": sizes.kv_layout,
+    }
+
+
+def _tier_fields(settings: Settings, sizes: WorkerSizes) -> dict[str, Any]:
+    """Which KV is kept for its content, and where."""
+    return {
+        "prefix_caching": settings.prefix_caching == "on",
+        "dram_pages": -(-settings.dram_tokens // sizes.page_size),
+        "disk_pages": -(-settings.disk_tokens // sizes.page_size),
+        "shared_pool": bool(settings.pool),
+        "peer_fetch": settings.peer_fetch,
+        "tier_wire": RAW if settings.tier_compress == "none" else settings.tier_compress,
+    }
+
+
+def kv_sizes(layers: tuple[range, ...], kv: KVLayout, draft: DraftPages | None = None) -> dict[str, Any]:
+    """Returns the fields of `WorkerSizes` that follow from how KV is held; a draft's KV goes with the last layers."""
+    runs = kv_runs(layers, kv)
+    if draft is not None:
+        runs = (*runs[:-1], range(runs[-1].start, draft.layers.stop))
+    return {
+        "layer_groups": tuple((run.start, run.stop) for run in runs),
+        "draft_layers": draft.layout.num_layers if draft else 0,
+        "kv_token_bytes": kv.bytes_per_token + (draft.layout.bytes_per_token if draft else 0),
+        # Pages and dtypes may differ.
+        "kv_layout": f"{kv.num_layers} layers x {kv.num_kv_heads} x {kv.parts} x {kv.head_dim}",
+    }
+
+
+def kv_runs(layers: tuple[range, ...], kv: KVLayout) -> tuple[range, ...]:
+    """The layers that have KV in each of these runs: a head's lies behind the last."""
+    return (*layers[:-1], range(layers[-1].start, kv.num_layers))

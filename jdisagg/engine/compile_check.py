@@ -117,7 +117,7 @@ def _memory(table: ProgramTable, stages: tuple[int, ...], checked: Sequence[Chec
 
 def _ring_memory(table: RingTable, checked: Sequence[Checked]) -> StageMemory:
     """Each device holds a layer a place, its share of both tables, and the counts of all slots."""
-    stages, bare = tuple(range(table.config.ring_stages)), table.pool_bytes(0)
+    stages, bare = tuple(range(table.config.decode.n)), table.pool_bytes(0)
     here = [
         each for each in checked if each.declared.stage in (0, len(stages))
     ]  # the ring's, and one stage's shipments

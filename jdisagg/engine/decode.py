@@ -244,7 +244,7 @@ class Decoder(DrawPrograms):
 
     def begin(self, plan: DecodeRows) -> Microbatch:
         """The microbatch as the step finds it: what changes is sent."""
-        most = max(1 + self.config.tokens_ahead, self.config.decode_turns)
+        most = max(1 + self.config.tokens_ahead, self.config.decode.steps_per_dispatch)
         assert max(plan.widths, default=1) <= most, f"rows of {plan.widths} tokens where no program draws so many"
         batch = self.microbatches[plan.microbatch]
         batch.send_changes(plan, self.steer, self.set_row)

@@ -23,7 +23,12 @@ def declared_drafts(
     programs: DraftPrograms, slots: Drawn, widths: Sequence[Drawn], config: WorkerConfig
 ) -> Iterator[DeclaredProgram]:
     """As `DraftingDecoder`: `slots` that draw, and `widths` of rows of them all, tokens and drafts."""
-    number, layers, length, turns = slots.rows, programs.layers, history_length(config), config.decode_turns
+    number, layers, length, turns = (
+        slots.rows,
+        programs.layers,
+        history_length(config),
+        config.decode.steps_per_dispatch,
+    )
     history, state = slots.ints(number, length), slots.ints(4, number)
     size, drawn = local_bytes(history), [slots.ints(number)] * LATE
     if layers is not None:

@@ -17,10 +17,12 @@ from jdisagg.core.steps import Gate, KVTransfer
 from jdisagg.engine.executor import PendingStep
 
 T = TypeVar("T")
-Stages = Generator[int, None, T]  # yields each stage's number before it dispatches it; returns what comes of the step
+StagedStep = Generator[
+    int, None, T
+]  # yields each stage's number before it dispatches it; returns what comes of the step
 
 
-def dispatched(stages: Stages[T]) -> T:
+def dispatched(stages: StagedStep[T]) -> T:
     """All stages of a step that waits for nothing."""
     while True:
         try:
@@ -32,7 +34,7 @@ def dispatched(stages: Stages[T]) -> T:
 class HeldStep:
     """A step with gates; see `executor.PendingStep`."""
 
-    def __init__(self, gates: Sequence[Gate], stages: Stages[PendingStep]) -> None:
+    def __init__(self, gates: Sequence[Gate], stages: StagedStep[PendingStep]) -> None:
         self._gates = {gate.stage: (gate.attempt, set(gate.parts)) for gate in gates}
         self._stages = stages
         self._stage = next(stages)  # that is not dispatched yet
@@ -75,7 +77,7 @@ class Gates:
     def __init__(self) -> None:
         self._held: list[HeldStep] = []
 
-    def run(self, gates: Sequence[Gate], stages: Stages[PendingStep]) -> PendingStep:
+    def run(self, gates: Sequence[Gate], stages: StagedStep[PendingStep]) -> PendingStep:
         """Dispatches what may run. What a stage raises is raised here, or by `read` where it ran later."""
         if not gates:
             return dispatched(stages)

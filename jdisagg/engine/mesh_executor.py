@@ -36,7 +36,7 @@ from jdisagg.engine.headed_group import HeadedGroup
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.programs import ProgramTable, room_of, submeshes_of
 from jdisagg.engine.ring_declarations import RingTable
-from jdisagg.engine.ring_runner import Ring, RingRunner
+from jdisagg.engine.ring_runner import LoadedRing, RingRunner
 from jdisagg.engine.runner import Runner
 from jdisagg.engine.tier_pages import PackedPages, TierPages
 from jdisagg.engine.transfer_declarations import transfer_programs_of
@@ -143,13 +143,13 @@ class MeshExecutor:
         self.config, self.model = config, model
         self.place = Place(source, layout, tuple(layers), tuple(devices), dtype, weights, grammars, draft)
         self.error_monitor = ErrorMonitor(config.error_bound)
-        self.ring: Ring | None = None
+        self.ring: LoadedRing | None = None
         room = room_of(config, dtype)
-        if config.ring_stages > 1:
-            cut, mesh = ring_cut(model, config.ring_stages), RingMesh(devices, config.ring_stages)
+        if config.is_ring:
+            cut, mesh = ring_cut(model, config.decode.n), RingMesh(devices, config.decode.n)
             assert tuple(layers) == cut.runs, (layers, cut.runs)
             params = load_ring(source, model, cut, mesh, dtype, weights)
-            self.ring = Ring(config, model, layout, cut, mesh, params, room)
+            self.ring = LoadedRing(config, model, layout, cut, mesh, params, room)
             self.layer_groups: list[Any] = list(self.ring.stages)
         else:
             submeshes = submeshes_of(config, len(layers), devices)

@@ -30,10 +30,10 @@ from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_fir
 from jdisagg.engine.forced import ForcedPrograms, declared_forced
 from jdisagg.engine.head_declarations import declared_heads, gathers_of, scored_bytes
 from jdisagg.engine.layer_group import LayerGroupPrograms
+from jdisagg.engine.multi_step import MultiStepPrograms
+from jdisagg.engine.multi_step_declarations import declared_multi_step
 from jdisagg.engine.prefill import FirstDrawPrograms
 from jdisagg.engine.transfer_declarations import Kept, TransferTable, pools_for, transfer_programs_of
-from jdisagg.engine.turn_declarations import declared_turns
-from jdisagg.engine.turn_steps import TurnPrograms
 from jdisagg.kv.pools import PoolForm
 from jdisagg.kv.shipping import TransferPrograms
 from jdisagg.model.looped_params import abstract_for_platform
@@ -57,7 +57,7 @@ class ProgramTable:
     draft: DraftLayers | None = field(default=None, kw_only=True)  # the model that guesses, where it is loaded
     drafts: DraftPrograms | None = field(default=None, kw_only=True)  # None where no row draws more than one token
     forced: ForcedPrograms | None = field(default=None, kw_only=True)  # None where grammars force one token a step
-    turns: TurnPrograms | None = field(default=None, kw_only=True)  # None where a step is one turn
+    turns: MultiStepPrograms | None = field(default=None, kw_only=True)  # None where a step is one turn
 
     @property
     def owned(self) -> list[Program]:
@@ -90,7 +90,7 @@ class ProgramTable:
         if self.draws is not None:
             slots = self.config.stage_slots
             steps = [each for width in self.config.table_buckets for each in self._decodes("decode", width, slots)]
-            found += [*steps, *(each for step in steps if self.turns for each in declared_turns(self.turns, step))]
+            found += [*steps, *(each for step in steps if self.turns for each in declared_multi_step(self.turns, step))]
             found += declared_draws(self.draws, self._drawn(slots))
             if self.drafts is not None:
                 found += self._verified(self.drafts)
@@ -241,7 +241,7 @@ def abstract_table(
     beside: Any = {
         "drafts": drafts,
         "forced": ForcedPrograms() if config.role.decodes and config.forced_tokens and not drafts else None,
-        "turns": TurnPrograms(groups[0], config.decode_turns) if config.takes_turns else None,
+        "turns": MultiStepPrograms(groups[0], config.decode.steps_per_dispatch) if config.is_multi_step else None,
     }
     return ProgramTable(config, model, layout, dtype, groups, transfers, first_draws, draws, **beside)
 

@@ -23,9 +23,9 @@ from jdisagg.engine.adapter_slots import SlotPrograms
 from jdisagg.engine.attention import decode_rows
 from jdisagg.engine.decode import MASKED, POSITION, TOKEN, steered
 from jdisagg.engine.layer_group import running
+from jdisagg.engine.multi_step_rows import DRAWN, PLAIN, SCORED, Drawn, Slots, draw_left
 from jdisagg.engine.paged_layers import PagedLayers
 from jdisagg.engine.sampling import NUM_TOP, Counts, SamplingMetadata, counted, token_logprobs, with_row
-from jdisagg.engine.turns import DRAWN, PLAIN, SCORED, Drawn, Slots, draw_left
 from jdisagg.kv.pools import RING_POOL_SPEC, ring_pool_format
 from jdisagg.model.adapted_params import ring_with_room
 from jdisagg.model.lora import AdapterCapacity

@@ -15,11 +15,11 @@ from jdisagg.core.layout.stages import RingCut, ring_cut
 from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes
+from jdisagg.engine.multi_step_rows import PLAIN, Slots
 from jdisagg.engine.programs import ProgramTable, activation_bytes, room_of
 from jdisagg.engine.ring import RingPrograms
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
 from jdisagg.engine.transfer_declarations import transfer_programs_of
-from jdisagg.engine.turns import PLAIN, Slots
 from jdisagg.kv.pools import abstract_ring_pool
 from jdisagg.model.grammars.grammars import mask_words
 from jdisagg.model.ring_params import ring_outline
@@ -129,7 +129,7 @@ class RingTable(ProgramTable):
 
 def ticks(config: WorkerConfig) -> int:
     """Of a dispatch of as many turns as a worker's may be."""
-    return config.decode_turns * config.ring_stages + config.ring_stages - 1
+    return config.decode.steps_per_dispatch * config.decode.n + config.decode.n - 1
 
 
 class AbstractStage:
@@ -152,9 +152,9 @@ def abstract_ring_table(
     weights: WeightFormat = AS_MADE,
 ) -> RingTable:
     """As `abstract_table`, of a ring."""
-    ring, cut = RingMesh(devices, config.ring_stages), ring_cut(model, config.ring_stages)
+    ring, cut = RingMesh(devices, config.decode.n), ring_cut(model, config.decode.n)
     params = ring_outline(model, cut, ring, dtype, weights).params
-    sizes = config.num_slots, config.decode_turns, room_of(config, dtype)
+    sizes = config.num_slots, config.decode.steps_per_dispatch, room_of(config, dtype)
     programs = RingPrograms(model, cut, ring, params, *sizes)
     stages: Any = [AbstractStage(cut, ring, stage) for stage in range(ring.pp)]
     transfers = transfer_programs_of(config, ring.stages, layout)

@@ -19,9 +19,9 @@ from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.gates import Gates
 from jdisagg.engine.grammar_masks import EVERYTHING
+from jdisagg.engine.multi_step_rows import DRAWN, PLAIN, SCORED, Drawn, PendingMultiStep, SentWidths, Slots
 from jdisagg.engine.ring import RingPrograms
 from jdisagg.engine.sampling import Counts
-from jdisagg.engine.turns import DRAWN, PLAIN, SCORED, Drawn, PendingTurns, SentWidths, Slots
 from jdisagg.kv.pools import RingPages
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.model.lora import AdapterCapacity
@@ -29,7 +29,7 @@ from jdisagg.model.ring_params import RingParams
 from jdisagg.parallel.submesh import Program, RingMesh
 
 
-class Ring(RingPrograms):
+class LoadedRing(RingPrograms):
     """A ring that runs: its weights are loaded and its pages allocated."""
 
     joined = False  # each place has a pool
@@ -44,7 +44,7 @@ class Ring(RingPrograms):
         params: RingParams,
         room: AdapterCapacity | None = None,
     ) -> None:
-        super().__init__(model, cut, ring, params, config.num_slots, config.decode_turns, room)
+        super().__init__(model, cut, ring, params, config.num_slots, config.decode.steps_per_dispatch, room)
         self.kv = RingPages(layout, cut, config.num_pages, ring)
         self.layers, self.submesh = range(len(cut.numbers)), ring
         self.kv_layers = self.layers
@@ -63,7 +63,7 @@ class RingStage:
     programs: tuple[Program, ...] = ()  # those of the ring are not its own
     joined = False
 
-    def __init__(self, ring: Ring, stage: int) -> None:
+    def __init__(self, ring: LoadedRing, stage: int) -> None:
         self.layers = self.kv_layers = ring.cut.runs[stage]
         self.submesh = ring.ring.stages[stage]
         self.kv, self.params = ring.kv.stages[stage], _Share(ring.params.num_bytes // ring.ring.pp)
@@ -98,7 +98,7 @@ class RingRunner:
 
     def __init__(
         self,
-        ring: Ring,
+        ring: LoadedRing,
         config: WorkerConfig,
         grammars: Grammars | None = None,
         adapters: AdapterSlots | None = None,
@@ -127,7 +127,7 @@ class RingRunner:
         for array in (drawn.tokens, *(drawn.logprobs or ())):
             array.copy_to_host_async()
         counts = tuple((stage.load, stage.load.taken()) for stage in self.ring.stages if stage.sparse)
-        return PendingTurns(plan.step_id, rows, drawn, asked.wanted, counts)
+        return PendingMultiStep(plan.step_id, rows, drawn, asked.wanted, counts)
 
     def _slots(self, rows: DecodeRows, kind: str, allowed: Array | None) -> Slots:
         table, batch = self.slots.table_on(self.ring.ring, rows.table_pages), self.slots

@@ -22,14 +22,14 @@ from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.forced import ForcingDecoder
-from jdisagg.engine.gates import Gates, Stages
+from jdisagg.engine.gates import Gates, StagedStep
 from jdisagg.engine.headed_decode import HeadedDecoder
 from jdisagg.engine.headed_group import HeadedGroup
-from jdisagg.engine.joint_turns import JointSteps, PendingJoint
 from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedOut
+from jdisagg.engine.multi_step import MultiStep
+from jdisagg.engine.multi_step_rows import PendingMultiStep
+from jdisagg.engine.pipelined_multi_step import PendingPipelinedMultiStep, PipelinedMultiStep
 from jdisagg.engine.prefill import Packed, PendingChunks, Prefiller, pack
-from jdisagg.engine.turn_steps import TurnSteps
-from jdisagg.engine.turns import PendingTurns
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Submesh
 
@@ -91,8 +91,8 @@ class Runner:
         forcing = ForcingDecoder(*parts) if config.role.decodes and config.forced_tokens and not drafting else None
         self.forced = forcing.forced if forcing else None
         self.decoder = drafting or forcing or (Decoder(*parts) if config.role.decodes else None)
-        self.turns = TurnSteps(layer_groups[0], config) if config.takes_turns else None
-        self.joint = JointSteps(config.joint_stages, config.stage_slots) if config.joint_stages > 1 else None
+        self.turns = MultiStep(layer_groups[0], config) if config.is_multi_step else None
+        self.joint = PipelinedMultiStep(config.decode.n, config.stage_slots) if config.is_pipelined_multi_step else None
         self.gates = Gates()
 
     @property
@@ -108,7 +108,7 @@ class Runner:
             return self._take_turns(plan)
         return self.gates.run(plan.decode.gates if plan.decode else (), self._stages(plan, group_done))
 
-    def _take_turns(self, plan: StepPlan) -> PendingTurns:
+    def _take_turns(self, plan: StepPlan) -> PendingMultiStep:
         assert plan.prefill is None and plan.decode and not plan.decode.gates, "turns hold rows alone, wait at no gate"
         slots, _ = self._begun(plan.decode, None)
         assert slots is not None and self.turns is not None, f"{self.config.worker} takes single steps"
@@ -117,14 +117,14 @@ class Runner:
             self.decoder.took_turns(slots.batch, pending.drawn.tokens.addressable_data(0))
         return pending
 
-    def _go_round(self, step_id: int, rows: DecodeRows, joint: JointSteps) -> PendingJoint:
+    def _go_round(self, step_id: int, rows: DecodeRows, joint: PipelinedMultiStep) -> PendingPipelinedMultiStep:
         drawn = list[Drawing]()
         for step in joint.of(rows):
             slots, _ = self._begun(step, None)
             assert slots is not None and self.decoder is not None, f"{self.config.worker} does not decode"
             if step.active:  # else it only says who has left
                 drawn.append(self.decoder.finish(slots.batch, step, self._logits(slots)))
-        return PendingJoint(step_id, rows, drawn, self._counts())
+        return PendingPipelinedMultiStep(step_id, rows, drawn, self._counts())
 
     def _logits(self, slots: Slots) -> Array:
         """Of rows alone, on the device that draws."""
@@ -133,7 +133,7 @@ class Runner:
             x = self.through(group, slots, None, x)
         return self.layer_groups[-1].submesh.first_copy(x)
 
-    def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> Stages[Pending]:
+    def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> StagedStep[Pending]:
         """The step, layer group by layer group; a decode worker's are its stages (see `gates.py`)."""
         slots, prompts, x = *self._begun(plan.decode, plan.prefill), None
         for stage, group in enumerate(self.layer_groups):

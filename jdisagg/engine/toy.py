@@ -22,7 +22,7 @@ from jdisagg.core.steps import GRAMMAR, NGRAM, Admission, DecodeRows, KVTransfer
 from jdisagg.core.tiers import PageMove
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import GroupDone, PendingStep
-from jdisagg.engine.gates import Gates, Stages
+from jdisagg.engine.gates import Gates, StagedStep
 
 VOCAB = 97
 NOTHING = -1  # what a page slot holds that nobody wrote
@@ -152,7 +152,7 @@ class ToyExecutor:
     def open_gates(self, attempt: Attempt) -> None:
         self.gates.open(attempt)
 
-    def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> Stages[ToyStep]:
+    def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> StagedStep[ToyStep]:
         """A stage writes and reads the pages of its layer group."""
         chunks = plan.prefill.chunks if plan.prefill else ()
         if plan.prefill is not None:

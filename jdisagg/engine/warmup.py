@@ -14,7 +14,7 @@ import numpy as np
 
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.layer_group import LayerGroup
-from jdisagg.engine.ring_runner import Ring
+from jdisagg.engine.ring_runner import LoadedRing
 from jdisagg.parallel.submesh import placed
 
 Progress = Callable[[str, int, int], None]
@@ -25,7 +25,7 @@ def null_batch(declared: DeclaredProgram) -> tuple[Any, ...]:
     return jax.tree.map(_zeros, declared.batch)
 
 
-def run_null(group: LayerGroup | Ring, declared: DeclaredProgram, batch: tuple[Any, ...]) -> Any:
+def run_null(group: LayerGroup | LoadedRing, declared: DeclaredProgram, batch: tuple[Any, ...]) -> Any:
     """Calls it for the weights and pools of the layer group that it runs on; the result says when it is done.
 
     The batch may be donated: each call needs one of its own.

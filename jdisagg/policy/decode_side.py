@@ -198,6 +198,6 @@ def choice_of(config: WorkerConfig) -> DraftChoice | None:
     """None where drafts are verified wherever a row may be wider than a token."""
     if not (config.draft_auto and config.draft_sizes):
         return None
-    turns, late = config.decode_turns, (config.steps_in_flight - 1) * config.decode_turns
+    turns, late = config.decode.steps_per_dispatch, (config.steps_in_flight - 1) * config.decode.steps_per_dispatch
     unread = UnreadTokens.of(config)
     return DraftChoice(config.draft_sizes, by_ngrams=config.draft_ngrams, most_turns=turns, late=late, unread=unread)

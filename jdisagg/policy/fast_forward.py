@@ -30,7 +30,7 @@ def repeatable_steps(decode_side: DecodeSide) -> int:
     busy = slots.busy_microbatches
     full = len(flight) == busy * slots.steps_in_flight
     config = decode_side.config
-    if not busy or not full or config.draft_tokens or config.decode_turns > 1 or _seats_next(decode_side):
+    if not busy or not full or config.draft_tokens or config.decode.steps_per_dispatch > 1 or _seats_next(decode_side):
         return 0
     cycle = flight[:busy]
     if len({step.microbatch for step in cycle}) < busy or not all(_goes_on(decode_side, step) for step in cycle):

@@ -188,7 +188,7 @@ class Scheduler:
     def _widths(self, sequences: Sequence[DecodeSequence], most: int, *, drafts: bool) -> tuple[int, ...]:
         if drafts:
             return draft_widths(sequences, most, self.decode_side)
-        if self.config.draft_tokens == 0 and self.config.decode_turns == 1:
+        if self.config.draft_tokens == 0 and self.config.decode.steps_per_dispatch == 1:
             return ()  # each draws one
         return tuple(min(most, left_of(sequence)) for sequence in sequences)
 
@@ -198,7 +198,7 @@ class Scheduler:
 
     def _most(self, seated: Sequence[DecodeSequence]) -> tuple[bool, int]:
         """Whether the next step verifies drafts, and tokens that one of its rows may draw: of a draft, or of turns."""
-        turns = self._turns(seated) if self.config.decode_turns > 1 else 1
+        turns = self._turns(seated) if self.config.decode.steps_per_dispatch > 1 else 1
         drafts = self._drafts(seated, turns)
         return drafts > 0, 1 + drafts if drafts else turns
 

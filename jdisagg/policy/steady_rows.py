@@ -82,7 +82,7 @@ def moment_of(decode_side: DecodeSide, microbatch: int, *, prompts: bool) -> Mom
     """prompts: whether any wait to be computed between its steps."""
     slots, config = decode_side.slots, decode_side.config
     seats = slots.seatings, slots.retires(microbatch)
-    if config.decode_turns == 1:
+    if config.decode.steps_per_dispatch == 1:
         return Moment(*seats)
-    turns = max(1, int(min(config.decode_turns, decode_side.turn_times.within_gap)))
+    turns = max(1, int(min(config.decode.steps_per_dispatch, decode_side.turn_times.within_gap)))
     return Moment(*seats, turns, decode_side.num_ready, decode_side.expects, prompts)

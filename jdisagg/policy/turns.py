@@ -24,7 +24,7 @@ class TurnTimes:
     """How long a turn takes, as steps have ended."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._used, self._steps = config.decode_turns > 1, StepTimes()
+        self._used, self._steps = config.decode.steps_per_dispatch > 1, StepTimes()
         self._last: deque[float] = deque(maxlen=KEPT)
         self.turn_s: float | None = None  # None before any has ended
 
@@ -71,7 +71,7 @@ def most_turns(
     """
     if not seated or prompts or any(one_by_one(sequence.sampling, config) for sequence in seated):
         return 1
-    turns = int(max(1, min(config.decode_turns, times.within_gap)))
+    turns = int(max(1, min(config.decode.steps_per_dispatch, times.within_gap)))
     if ready:
         may_stop = any(sequence.sampling.stop_token_ids for sequence in seated)
         return min(turns, FEW if may_stop else turns, *left)

@@ -122,12 +122,12 @@ def step_sizes(config: WorkerConfig) -> list[tuple[int, int]]:
 
 def turns_of(config: WorkerConfig) -> list[int]:
     """Of a ring's dispatch, the least and the most."""
-    return sorted({1, config.decode_turns})
+    return sorted({1, config.decode.steps_per_dispatch})
 
 
 def room_of(config: WorkerConfig) -> int:
     """Tokens that a fixture's sequences may draw."""
-    return 2 * max(TURNS, tokens_of(config.decode_turns))
+    return 2 * max(TURNS, tokens_of(config.decode.steps_per_dispatch))
 
 
 def tokens_of(turns: int) -> int:
@@ -372,7 +372,7 @@ class Profiler:
         if not machine.config.role.decodes:
             return
         role, stages = machine.config.role, machine.config.num_microbatches
-        sizes, ring = step_sizes(machine.config), machine.config.ring_stages > 1
+        sizes, ring = step_sizes(machine.config), machine.config.is_ring
         for size, turns in itertools.product(sizes, turns_of(machine.config)):
             key = role, "step", *size, turns
             self._add(key, lambda size=size, turns=turns: time_steps(machine, *size, turns=turns))
@@ -413,7 +413,7 @@ class Profiler:
         decoder = next(machine for machine in self.machines.values() if machine.config.role.decodes)
         tokens = min(prefiller.config.prefill_buckets[0], self.deployment.max_model_len - 2 * LONE_TOKENS)
         self._add(("host", "chunk"), lambda: time_chunk(prefiller, tokens, 0))
-        turns = decoder.config.decode_turns
+        turns = decoder.config.decode.steps_per_dispatch
         self._add(("host", "step"), lambda: time_steps(decoder, 1, tokens, turns=turns))
         self.cases["host", "request"] = lambda: self._lone_request(tokens)
 
@@ -499,7 +499,7 @@ class Profiler:
 
     def _step(self, machine: MeshExecutor, batch: int, context: int, turns: int) -> DecodeTime:
         role, size = machine.config.role, (batch, context)
-        groups = range(0 if machine.config.ring_stages > 1 else len(machine.layer_groups))
+        groups = range(0 if machine.config.is_ring else len(machine.layer_groups))
         stages = tuple(self.seconds(role, "stages", *size, index=index) for index in groups)
         width, seconds = table_pages(machine.config, context), self.seconds(role, "step", *size, turns)
         return DecodeTime(width, batch, context + tokens_of(turns) // 2, seconds, stages, turns)
@@ -528,7 +528,9 @@ class Profiler:
 
     def _host(self) -> Host:
         prefill_s, token_s, reserve_s = (self.seconds("host", "request", index=index) for index in range(3))
-        turns = next(each.config.decode_turns for each in self.machines.values() if each.config.role.decodes)
+        turns = next(
+            each.config.decode.steps_per_dispatch for each in self.machines.values() if each.config.role.decodes
+        )
         return Host(
             prefill_s=max(0.0, prefill_s - self.seconds("host", "chunk")),
             decode_s=max(0.0, token_s * turns - self.seconds("host", "step")),

@@ -1,20 +1,24 @@
-"""From a mesh's text to the workers of a simulation: their sizes, their costs, and the ports between them."""
+"""The workers of a simulation, from a mesh and settings: their configurations, costs, and ports."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from jdisagg.core.default_sizes import chunk_sequences, decode_slots, one_stage_turns, page_size, step_tokens
+from jdisagg.core.default_sizes import MULTI_STEP, Buckets, ChosenSizes, Devices, choose_page_size, choose_sizes
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.hardware import CHIPS, Chip
+from jdisagg.core.hardware import CHIPS
 from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.layout.kv_layout import KVLayout
+from jdisagg.core.layout.stages import cut_layers, own_layers
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.request import Attempt, RequestId, WorkerId
-from jdisagg.core.router_config import RESERVE_TOKENS, Routing
+from jdisagg.core.router_config import Routing
+from jdisagg.core.settings import Settings
 from jdisagg.core.steps import KVTransfer
-from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
+from jdisagg.core.worker_config import MOST, Role, WorkerConfig, WorkerSizes, kv_sizes, worker_config
 from jdisagg.sim.cost_models import CostModel, RingRoofline, Roofline, distserve_fit, distserve_kv_tokens
 from jdisagg.sim.hardware import Hardware, hardware
 from jdisagg.sim.kernel_tables import KernelTables
@@ -23,109 +27,36 @@ from jdisagg.sim.tiers import TierSpec
 from jdisagg.sim.traces import Trace
 
 ONE_TOKEN = KVTransfer(Attempt(RequestId("one"), 0), WorkerId("a"), WorkerId("b"), (1,), (1,), 1)
-PAGE_SIZE, STEP_TOKENS = 16, 2048  # where nobody said another, and no data sheet does
+FREE_LINK = math.inf  # bytes a second of a port through which KV takes no time
+NO_DEVICE_SLOTS, NO_DEVICE_TOKENS, NO_DEVICE_SEQUENCES, NO_DEVICE_PAGE = 256, 2048, 64, 16  # slots: per stage
+
+CostOf = Callable[[WorkerMesh], tuple[CostModel, int]]  # and the KV tokens that the worker has room for
+PortOf = Callable[[WorkerMesh], float]  # bytes a second of the worker's port, each way
 
 
-def slots_per_stage(max_num_seqs: int, stages: int, otherwise: int = 256) -> int:
-    """Of a worker of so many sequences and stages, as `jdisagg.launch` rounds them; 0 sequences: `otherwise`."""
-    return -(-max_num_seqs // stages) or otherwise
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What all workers of a cluster are given alike."""
-
-    max_model_len: int
-    page_size: int = PAGE_SIZE
-    num_slots: int = 256  # a stage
-    max_num_seqs: int = 0  # of a worker, in whole microbatches; 0: num_slots for each of its stages
-    by_device: bool = False  # `chosen`, slots for 0, and turns of one stage, where there is a sheet of the device
-    chunk_tokens: int = STEP_TOKENS
-    max_chunk_seqs: int = 64
-    chunks_in_flight: int = 2  # of a stage
-    steps_in_flight: int = 2
-    decode_turns: int = 8  # of a ring
-    reserve_tokens: int = RESERVE_TOKENS
-    decode_steps_per_chunk: int = 1
-    transfer: TransferMode = TransferMode.CHUNK
-    reservations_ahead: int = 2
-    mixed_steps: bool = False  # chunks and decode rows in one step, where a worker has both
-    prefix_caching: bool = False  # full pages are kept; only prompts whose blocks have names find any
-
-    def chosen(self, mesh: MeshSpec, cost_of: CostOf) -> Sizes:
-        """The same, with a page and tokens a step for 0 as a run on these devices would choose them."""
-        decoding, prefilling = (mesh.place_of(decodes=decodes) for decodes in (True, False))
-        page, tokens = self.page_size, self.chunk_tokens
-        held, computed = (self._by_sheet(cost_of(place)[0]) for place in (decoding, prefilling))
-        if page == 0 and held is not None:
-            line, sheet = held
-            kv = KVLayout.of(line.model.config, 1, line.model.dtype, sheet.platform == "tpu")
-            page = page_size(sheet.platform, kv, decoding.tp, self.max_model_len).value
-        sizes = replace(self, page_size=page or PAGE_SIZE, chunk_tokens=tokens or STEP_TOKENS)
-        if tokens or computed is None:
-            return sizes
-        line, sheet = computed
-        tokens = step_tokens(line.model.config, prefilling.tp, sheet.platform, sheet, None).value
-        return replace(sizes, chunk_tokens=tokens, max_chunk_seqs=chunk_sequences(sheet.platform, tokens).value)
-
-    def slots(self, place: WorkerMesh, cost: CostModel, kv_tokens: int) -> int:
-        """Of each stage of a worker that costs so much and has room for so many tokens."""
-        stages = place.pp if place.role.decodes else 1
-        found = self._by_sheet(cost)
-        if self.max_num_seqs or found is None:
-            return slots_per_stage(self.max_num_seqs, stages, self.num_slots)
-        line, chip = found
-        held = line.model.config, place.tp, stages, chip.platform, chip
-        return decode_slots(*held, kv_tokens, self.max_model_len).value // stages
-
-    def turns(self, place: WorkerMesh, cost: CostModel) -> int:
-        """The most of a dispatch."""
-        if place.schedule is Schedule.RING:
-            return self.decode_turns
-        found = self._by_sheet(cost)
-        alone = place.role.decodes and place.pp == 1
-        return one_stage_turns(found[1].platform, place.role) if found and alone else 1
-
-    def _by_sheet(self, cost: CostModel) -> tuple[Roofline, Chip] | None:
-        """What devices cost, and their data sheet, where sizes go by one."""
-        line = cost.stages if isinstance(cost, RingRoofline) else cost
-        chip = CHIPS.get(line.chip.name) if self.by_device and isinstance(line, Roofline) else None
-        return (line, chip) if chip is not None and isinstance(line, Roofline) else None
-
-    def config(self, place: WorkerMesh, cost: CostModel, kv_tokens: int) -> WorkerConfig:
-        pages, ring = kv_tokens // self.page_size, place.schedule is Schedule.RING
-        stages, depth = (place.pp, 1) if place.role.decodes else (1, place.pp)  # of decode, of prefill alone
-        if pages < 1:
-            raise ConfigError(f"{place.worker} has room for {kv_tokens} tokens of KV, a page holds {self.page_size}")
-        return WorkerConfig(
-            worker=place.worker,
-            role=place.role,
-            num_pages=pages,
-            page_size=self.page_size,
-            max_model_len=self.max_model_len,
-            num_slots=self.slots(place, cost, kv_tokens) * stages,
-            num_microbatches=1 if ring else stages,
-            prefill_stages=depth,
-            ring_stages=place.pp if ring else 1,
-            decode_turns=self.turns(place, cost),
-            stage_admission=not ring,
-            prefill_buckets=(self.chunk_tokens,),
-            table_buckets=(-(-self.max_model_len // self.page_size),),
-            max_chunk_seqs=self.max_chunk_seqs,
-            steps_in_flight=self.steps_in_flight,
-            reserve_tokens=self.reserve_tokens,
-            decode_steps_per_chunk=self.decode_steps_per_chunk,
-            chunks_in_flight=self.chunks_in_flight + depth - 1,
-            transfer=self.transfer,
-            reservations_ahead=self.reservations_ahead,
-            mixed_steps=self.mixed_steps and place.role is Role.COLOCATED,
-            prefix_caching=self.prefix_caching,
-        )
+def plain_settings(max_model_len: int, **said: Any) -> Settings:
+    """Returns settings of the engines that published results are of: constant sizes, one decode step per dispatch,
+    steps of either prompts or decode rows, KV shipped chunk by chunk, no prefix kept. `said` are other settings."""
+    plain = {
+        "page_size": NO_DEVICE_PAGE,
+        "max_num_batched_tokens": NO_DEVICE_TOKENS,
+        "max_chunk_seqs": NO_DEVICE_SEQUENCES,
+        "prefill_buckets": str(MOST),  # larger than any chunk, so that there is one size
+        "table_buckets": str(MOST),
+        "multi_step": 1,
+        "mixed_steps": "off",
+        "prefix_caching": "off",
+        "short_prompt_tokens": 0,
+        "reserve_tokens": 512,
+        "transfer": "chunk",
+        "stage_admission": "off",
+    }
+    return Settings(max_model_len=max_model_len, **{**plain, **said})
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What `Cluster` takes."""
+    """The arguments of a `Cluster`: its workers, their costs and the links between them."""
 
     workers: tuple[WorkerConfig, ...]
     costs: dict[WorkerId, CostModel]
@@ -135,14 +66,12 @@ class ClusterSpec:
     latency_s: float = 0.0  # of a part of KV, besides its bytes
     routing: Routing | None = None  # None: the simulator's own
     tiers: TierSpec | None = None  # None: what leaves HBM is gone
-
-
-CostOf = Callable[[WorkerMesh], tuple[CostModel, int]]  # and the KV tokens that the worker has room for
+    in_role: Callable[[WorkerConfig, Role], WorkerConfig] | None = None  # a worker's configuration in another role
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Each `workers` of the mesh, in its order, stand on one host and share its NIC: bytes a second, each way."""
+    """Hosts of `workers` workers each, in the order of the mesh, that share a NIC: bytes a second, each way."""
 
     workers: int
     nic_bytes_per_s: float
@@ -156,7 +85,7 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where workers stand, and the uplinks of the places named there: bytes a second, each way."""
+    """Locations of workers, and the uplinks of hosts, racks and pods: bytes a second, each way."""
 
     labels: Mapping[WorkerId, Labels]
     uplinks: Mapping[str, float]
@@ -173,40 +102,96 @@ class Topology:
 
 def cluster_spec(
     mesh: MeshSpec,
-    sizes: Sizes,
+    settings: Settings,
     cost_of: CostOf,
-    port_bytes_per_s: float | None = None,
+    port_bytes_per_s: float | PortOf,
     hosts: Hosts | Topology | None = None,
+    **fields: Any,
 ) -> ClusterSpec:
-    """Every worker of the mesh. port_bytes_per_s: of each worker, each way; None: no port takes time.
+    """Returns every worker of the mesh, configured as the server would be with these settings, and its costs.
 
-    Without ports and hosts the network takes no time at all, to compare with.
+    port_bytes_per_s: of each worker, each way; FREE_LINK: its port takes no time. fields: of every `WorkerConfig`,
+    instead of what the settings make of them.
     """
     topology = hosts.topology(mesh) if isinstance(hosts, Hosts) else hosts
-    workers, costs = [], {}
+    found = {place.worker: cost_of(place) for place in mesh.workers()}
+    costs = {worker: cost for worker, (cost, _) in found.items()}
+    page, chosen = choose(mesh, settings, found)
+    known: dict[WorkerId, tuple[WorkerMesh, WorkerSizes]] = {}
+
+    def in_role(config: WorkerConfig, role: Role) -> WorkerConfig:
+        place, sizes = known[config.worker]
+        return replace(worker_config(settings, replace(place, role=role), sizes), labels=config.labels, **fields)
+
+    workers = list[WorkerConfig]()
     ports: dict[Hashable, float] = {}
     for place in mesh.workers():
-        costs[place.worker], kv_tokens = cost_of(place)
+        cost, kv_tokens = found[place.worker]
+        if kv_tokens < page:
+            raise ConfigError(f"{place.worker} has room for {kv_tokens} tokens of KV, a page holds {page}")
+        held: dict[str, Any] = _kv_sizes(mesh, place, cost, page) | {
+            "kv_token_bytes": round(cost.transfer_bytes(ONE_TOKEN))
+        }
+        sizes = WorkerSizes(chosen, kv_tokens // page, page, settings.max_model_len, **held)
+        known[place.worker] = place, sizes
         labels = topology.labels[place.worker] if topology is not None else NOWHERE
-        token_bytes = round(costs[place.worker].transfer_bytes(ONE_TOKEN))
-        workers.append(
-            replace(sizes.config(place, costs[place.worker], kv_tokens), labels=labels, kv_token_bytes=token_bytes)
-        )
-        ports |= {(way, place.worker): port_bytes_per_s for way in ("out", "in") if port_bytes_per_s}
+        workers.append(replace(worker_config(settings, place, sizes), labels=labels, **fields))
+        rate = port_bytes_per_s(place) if callable(port_bytes_per_s) else port_bytes_per_s
+        ports |= {(way, place.worker): rate for way in ("out", "in") if rate < FREE_LINK}
     links = FairLinks(ports) if topology is None else topology.links(ports)
-    return ClusterSpec(tuple(workers), costs, links)
+    return ClusterSpec(tuple(workers), costs, links, in_role=in_role)
+
+
+def choose(
+    mesh: MeshSpec, settings: Settings, found: Mapping[WorkerId, tuple[CostModel, int]]
+) -> tuple[int, ChosenSizes]:
+    """Returns the page size and the sizes that the server would choose for these devices. Costs that are of no known
+    device (fits, kernel tables) have constants instead. found: each worker's costs, and its room in tokens."""
+    decoding, prefilling = mesh.place_of(decodes=True), mesh.place_of(decodes=False)
+    line, other = (_roofline(found[place.worker][0]) for place in (decoding, prefilling))
+    if line is None or other is None:
+        page, chunk = settings.page_size or NO_DEVICE_PAGE, settings.max_num_batched_tokens or NO_DEVICE_TOKENS
+        slots = settings.max_num_seqs or NO_DEVICE_SLOTS * decoding.pp
+        steps = settings.multi_step or 1, settings.multi_step or MULTI_STEP
+        sequences = settings.max_chunk_seqs or NO_DEVICE_SEQUENCES
+        return page, ChosenSizes(slots, chunk, sequences, *steps, Buckets(chunk, settings.max_model_len))
+    here, there = (Devices(each.chip.platform, CHIPS.get(each.chip.name), None) for each in (line, other))
+    longest = settings.max_model_len
+    page = choose_page_size(settings, mesh, here, _layout(line, 1), longest)
+    room = {worker: tokens for worker, (_, tokens) in found.items()}
+    return page.value, choose_sizes(settings, line.model.config, mesh, (here, there), page, longest, room)
+
+
+def _roofline(cost: CostModel) -> Roofline | None:
+    """Returns the roofline behind these costs, or None if they are of no known device."""
+    line = cost.stages if isinstance(cost, RingRoofline) else cost
+    return line if isinstance(line, Roofline) else None
+
+
+def _layout(line: Roofline, page: int) -> KVLayout:
+    return KVLayout.of(line.model.config, page, line.model.dtype, line.chip.platform == "tpu")
+
+
+def _kv_sizes(mesh: MeshSpec, place: WorkerMesh, cost: CostModel, page: int) -> dict[str, Any]:
+    """How KV is held and sent in layer groups, if the model and the devices are known."""
+    line = _roofline(cost)
+    if line is None:
+        return {}
+    layers = own_layers(line.model.config, cut_layers(line.model.config, mesh), place)
+    named = replace(_layout(line, page), dtype="bfloat16")  # its bytes are the cost's own
+    return kv_sizes(layers, named)
 
 
 def with_tiers(
     given: ClusterSpec, tiers: TierSpec, dram_tokens: int = 0, disk_tokens: int = 0, *, peer_fetch: bool = False
 ) -> ClusterSpec:
-    """The same cluster, whose workers keep so many tokens each below HBM, and may fetch from each other.
+    """Returns the cluster with workers that keep so many tokens each below HBM, and may fetch from each other.
 
     Raises ConfigError for a ring.
     """
     for each in given.workers:
-        if each.ring_stages > 1:
-            raise ConfigError(f"{each.worker} is a ring of {each.ring_stages}, which keeps no KV below HBM")
+        if each.is_ring:
+            raise ConfigError(f"{each.worker} is a ring of {each.decode.n}, which keeps no KV below HBM")
     workers = [
         replace(
             each,

@@ -39,7 +39,13 @@ class Hardware:
     hop_s: float = 0.0  # of each link that it crosses, one way
     host_bytes_per_s: float = 25e9  # to its host's memory, one way, pinned: PCIe 4.0 x16
     disk_bytes_per_s: float = 3e9  # its share of its host's drives: one NVMe drive a device
+    platform: str = "gpu"
     narrow: tuple[tuple[str, float], ...] = ()  # dtypes that it multiplies faster than bf16, and how many times
+
+    @property
+    def port_bytes_per_s(self) -> float:
+        """What one stream gets of a device's share of the NIC, one way."""
+        return self.nic_bytes_per_s * self.link
 
     def flops_of(self, dtype: str) -> float:
         """A second, where both factors are of `dtype`; of one that it does not multiply, bf16's."""
@@ -54,7 +60,7 @@ def _chip(name: str, link_bytes_per_s: float, nic_bytes_per_s: float, *rest: Any
     """A chip of `core.targets`, and what its sheet does not say."""
     chip = CHIPS[name]
     sheet = (chip.flops_per_s, chip.memory_bytes, chip.memory_bytes_per_s)
-    return Hardware(name, *sheet, link_bytes_per_s, nic_bytes_per_s, *rest, **named)
+    return Hardware(name, *sheet, link_bytes_per_s, nic_bytes_per_s, *rest, platform=chip.platform, **named)
 
 
 _A100 = _chip("a100", 300e9, 25e9, 2.21, 0.91, 0.70, 0.55, 0.75, 0.76, 22.6e-6, narrow=(("int8", 2.0),))
@@ -79,7 +85,7 @@ HARDWARE = {
         # tpu7x): half of each is a device's. What crosses between a chip's two devices is counted as if over a port.
         _chip("v7x", 50e9, 6.25e9, **{**TORUS, "narrow": (("fp8", 2.0),)}),
         # One socket of 56 cores with AMX at 1.9 GHz and 8 channels of DDR5-4800; the shares are guesses, not measured.
-        Hardware("xeon8480", 218e12, 512 << 30, 307e9, 48e9, 25e9, 2.0, 0.4, 0.7, 0.2, 0.7, 0.7, 20e-6),
+        Hardware("xeon8480", 218e12, 512 << 30, 307e9, 48e9, 25e9, 2.0, 0.4, 0.7, 0.2, 0.7, 0.7, 20e-6, platform="cpu"),
     )
 }
 

@@ -210,8 +210,8 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
         admit_s=chosen.admit_s,
         page_bytes=profile.kv_bytes_per_token * chosen.config.page_size,
         num_layers=profile.num_layers,
-        most_turns=chosen.config.decode_turns,
-        long_steps=step_surface(chosen.decode, chosen.config.decode_turns),
+        most_turns=chosen.config.decode.steps_per_dispatch,
+        long_steps=step_surface(chosen.decode, chosen.config.decode.steps_per_dispatch),
     )
     return config, cost
 
@@ -226,8 +226,8 @@ def _prefill_stages(profile: Profile, place: WorkerMesh, like: WorkerConfig) -> 
 
 
 def _stages(config: WorkerConfig) -> tuple[int, int]:
-    """Of programs that take turns, and of a ring."""
-    return config.num_microbatches, config.ring_stages
+    """Returns the stages of separate programs, and those of a ring."""
+    return (1, config.decode.n) if config.is_ring else (config.decode.n, 1)
 
 
 def _schedule(place: WorkerMesh) -> tuple[int, int]:
@@ -235,7 +235,7 @@ def _schedule(place: WorkerMesh) -> tuple[int, int]:
 
 
 def _word(config: WorkerConfig) -> str:
-    return "ring" if config.ring_stages > 1 else "pp"
+    return "ring" if config.is_ring else "pp"
 
 
 def _like(profile: Profile, place: WorkerMesh) -> list[Pool]:

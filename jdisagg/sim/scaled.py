@@ -162,7 +162,9 @@ def scaled(given: ClusterSpec, scaling: Scaling, costs: FlipCosts, *, flips: boo
         (one, mine), (other, theirs) = sorted(cuts.items(), key=lambda each: each[1])[:: len(cuts) - 1]
         sizes = f"{one} has {mine[0]} stages and {mine[1]} pages, {other} {theirs[0]} and {theirs[1]}"
         raise ConfigError(f"--autoscale=flip: {sizes}; give all workers of --mesh as many devices, without pp")
-    told = {"can_be": (lambda worker: ALL_ROLES) if flips else nothing_else}
+    told: dict[str, Any] = {"can_be": (lambda worker: ALL_ROLES) if flips else nothing_else}
+    if given.in_role is not None:
+        told["becomes"] = given.in_role
     named = {"message_s": given.message_s, "latency_s": given.latency_s, **told, **named}
     return ScaledCluster(given.workers, given.costs, given.links, scaling=scaling, flip_costs=costs, **named)
 

@@ -32,7 +32,7 @@ from benchmarks.workload import Job, Lengths, Workload
 from jdisagg.core.ledger import PARTS
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.profile import Profile
-from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, cluster_spec, published
+from jdisagg.sim.cluster_spec import ClusterSpec, cluster_spec, plain_settings, published
 from tests.sim.profiles import profile
 
 LOOSE = SLO(1e9, 1e9)
@@ -211,7 +211,7 @@ def test_the_simulation_answers_the_same_jobs_by_any_cost_model_and_stands_besid
 
     def fleet_of_plan(plan: Plan) -> ClusterSpec:
         return cluster_spec(
-            MeshSpec.parse(plan.simulated), Sizes(256, num_slots=plan.slots(4)), published("opt-13b"), 1e9
+            MeshSpec.parse(plan.simulated), plain_settings(256, max_num_seqs=plan.slots(4)), published("opt-13b"), 1e9
         )
 
     slos = dict.fromkeys(asked.workloads, SLO(500, 40))

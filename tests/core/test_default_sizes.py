@@ -19,7 +19,7 @@ from jdisagg.core.default_sizes import (
     chunk_sequences,
     critical_rows,
     decode_slots,
-    one_stage_turns,
+    one_stage_multi_step,
     page_size,
     step_tokens,
 )
@@ -143,4 +143,4 @@ def test_rows_of_a_stage_take_half_of_the_tokens_that_somebody_said_at_most():
     [("cpu", Role.DECODE, 1), ("tpu", Role.DECODE, 32), ("gpu", Role.DECODE, 32), ("gpu", Role.COLOCATED, 8)],
 )
 def test_only_who_hears_of_sequences_before_they_come_takes_many_turns(platform: str, role: Role, most: int):
-    assert one_stage_turns(platform, role) == most
+    assert one_stage_multi_step(platform, role) == most

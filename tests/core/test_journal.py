@@ -60,7 +60,7 @@ def test_effects_shown_one_by_one_belong_to_the_event_before_them():
         ([], "line 1 is not JSON"),
         (["{"], "line 1 is not JSON"),
         (["[1]"], "line 1 is no record"),
-        (['{"version": 99}'], "version 99, this program reads 4"),
+        (['{"version": 99}'], "version 99, this program reads 5"),
         ([HEADER.to_line(), '{"at_s": 1}'], "line 2 lacks actor, decided, event"),
         ([HEADER.to_line(), '{"at_s": 1, "actor": "a", "event": {"is": "Nothing"}, "decided": ""}'], "cannot read"),
         ([HEADER.to_line(), '{"at_s": 1, "actor": "a", "event": {"is": "Cancel"}, "decided": ""}'], "cannot read"),

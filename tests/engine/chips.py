@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -12,7 +13,7 @@ from jdisagg.core.hardware import Target
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.model_config import AS_MADE, Experts, Latent, ModelConfig, WeightFormat
 from jdisagg.core.request import WorkerId
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import Role, Stages, WorkerConfig
 from jdisagg.engine.compile_check import Checked, check, memory_of
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.programs import ProgramTable, abstract_table
@@ -61,7 +62,7 @@ def devices(target: Target) -> tuple[Device, ...]:
 
 def few_layers(
     model: str, role: Role, target: str, tp: int, stages: int, layers: int, num_pages: int, chunk_tokens: int = 128,
-    weights: WeightFormat = AS_MADE, kv_dtype: str = "bfloat16", **sizes: int | bool,
+    weights: WeightFormat = AS_MADE, kv_dtype: str = "bfloat16", **sizes: Any,
 ) -> ProgramTable:  # fmt: skip
     """A worker whose model is `stages` times `layers` layers of `model`; a prefill worker has them as groups. sizes: of
     its `WorkerConfig`, where others."""
@@ -70,7 +71,7 @@ def few_layers(
     runs = [range(stage * layers, (stage + 1) * layers) for stage in range(stages)]
     buckets = (chunk_tokens,), (WIDEST_PAGES,)
     places = stages if role.decodes else 1
-    worker = WorkerConfig(WorkerId(role), role, num_pages, PAGE_SIZE, 8192, 16 * places, places, *buckets, 4)
+    worker = WorkerConfig(WorkerId(role), role, num_pages, PAGE_SIZE, 8192, 16 * places, Stages(places), *buckets, 4)
     chips = devices(Target.parse(target))[: tp * places]
     return abstract_table(replace(worker, **sizes), config, layout, runs, chips, jnp.bfloat16, weights)
 

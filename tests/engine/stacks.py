@@ -20,7 +20,7 @@ from jdisagg.core.layout.stages import ring_cut
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import Admission, History, KVTransfer, PrefillChunk, StepPlan, last_layer
-from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
+from jdisagg.core.worker_config import Ring, Role, Stages, TransferMode, WorkerConfig
 from jdisagg.engine.draft_layers import DraftModel
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.pools import PagesOfStage
@@ -62,9 +62,9 @@ def open_machine(
 ) -> MeshExecutor:
     """A cold machine over `devices`; `tiled`: pages as TPUs hold them; `sizes` are fields of its WorkerConfig."""
     layout = KVLayout.of(config, PAGE_SIZE, kv_dtype, tiled=tiled)
-    worker = WorkerConfig(
-        WorkerId(f"{role}-{len(devices)}"), role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, pp, (CHUNK,), (WIDEST,), **sizes
-    )
+    sizes = {"decode": Stages(pp), "prefill_buckets": (CHUNK,), "table_buckets": (WIDEST,), **sizes}
+    name = WorkerId(f"{role}-{len(devices)}")
+    worker = WorkerConfig(name, role, NUM_PAGES, PAGE_SIZE, LONGEST, SLOTS, **sizes)
     return MeshExecutor(worker, config, source, layout, layers, devices, dtype, draft=draft)
 
 
@@ -96,7 +96,7 @@ def open_ring(
 ) -> MeshExecutor:
     """A cold decode machine whose stages are a ring, on the last devices."""
     found = devices or jax.devices()[-pp * tp :]
-    sizes = {"ring_stages": pp, "decode_turns": turns, **sizes}
+    sizes = {"decode": Ring(pp, turns), **sizes}
     return open_machine(Role.DECODE, ring_cut(config, pp).runs, found, config, source, **sizes)
 
 
@@ -253,7 +253,11 @@ class Steps:
     def run(self, steps: int, admit: Sequence[Admission] = (), active: Sequence[int] = (), width: int = WIDEST) -> None:
         """`steps` of every microbatch that has an active slot, all dispatched before the first is read."""
         active = active or [admission.slot for admission in admit]
-        size, pending, turns = self.machine.config.slots_per_microbatch, [], self.machine.config.decode_turns
+        size, pending, turns = (
+            self.machine.config.slots_per_microbatch,
+            [],
+            self.machine.config.decode.steps_per_dispatch,
+        )
         for step in range(-(-steps // turns)):
             most = min(turns, steps - step * turns)
             for batch in sorted({slot // size for slot in active}):

@@ -79,7 +79,7 @@ def answers(source: MeshExecutor, destination: MeshExecutor, sampling: list[Samp
     ship_all(source, destination, [len(prompt) for prompt in prompts])
     admitted = Steps(destination).admissions(prompts, firsts, sampling)
     rows, active = [[first.token] for first in firsts], tuple(range(len(prompts)))
-    turns = destination.config.decode_turns > 1
+    turns = destination.config.decode.steps_per_dispatch > 1
     for step in range(steps):
         read = tuple(Read(slot, (rows[slot][-1],)) for slot in active if step and sampling[slot].grammar)
         plan = decode_plan(step, 0, active, 12, admitted if step == 0 else (), widths=(1,) * len(active) * turns)

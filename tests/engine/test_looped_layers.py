@@ -15,7 +15,7 @@ from jdisagg.core.layout.reshard import StageShape
 from jdisagg.core.model_config import Experts, ModelConfig
 from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks, StepPlan
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, Stages
 from jdisagg.engine import looped_layers
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.reshape import reshaped, shape_of
@@ -158,7 +158,7 @@ def test_a_loop_becomes_another_machine_and_gets_its_weights_back(
     """From two shards to one and from one stage to two; the halves have too few layers for a loop."""
     machine, prompts = looped(Role.COLOCATED, tp=2), mixed_prompts(3)
     shape = shape_of(machine)
-    halves = replace(shape, layers=(range(2), range(2, 4)), config=replace(shape.config, num_microbatches=2))
+    halves = replace(shape, layers=(range(2), range(2, 4)), config=replace(shape.config, decode=Stages(2)))
     monkeypatch.setattr(looped_params, "LOOPED", EVERYWHERE)
     split, held = reshaped(machine, halves)
     assert not held.read_again

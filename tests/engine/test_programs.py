@@ -16,7 +16,7 @@ import pytest
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
-from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
+from jdisagg.core.worker_config import Role, Stages, TransferMode, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.programs import abstract_table
@@ -63,7 +63,7 @@ def cold(role: Role, num_devices: int, first: int = 0, **sizes: Any) -> MeshExec
         page_size=PAGE_SIZE,
         max_model_len=LONGEST,
         num_slots=4 * pp,
-        num_microbatches=pp,
+        decode=Stages(pp),
         prefill_buckets=(16, 64),
         table_buckets=(16, LONGEST // PAGE_SIZE),
         max_chunk_seqs=4,
@@ -193,7 +193,7 @@ def test_warm_up_runs_the_table_once_and_what_else_is_compiled_counts_as_a_recom
 def test_a_table_counts_the_padding_that_its_pages_and_weights_hold():
     """Three KV heads on two shards are two places each."""
     model = replace(MODEL, num_heads=9, num_kv_heads=3, intermediate_size=65)
-    config = WorkerConfig(WorkerId("prefill-0"), Role.PREFILL, 400, PAGE_SIZE, LONGEST, 4, 1, (16,), (16,))
+    config = WorkerConfig(WorkerId("prefill-0"), Role.PREFILL, 400, PAGE_SIZE, LONGEST, 4, Stages(), (16,), (16,))
     layout = KVLayout(model.num_layers, 3, model.head_dim, PAGE_SIZE)
     table = abstract_table(config, model, layout, HALVES, jax.devices()[:2], jnp.float32)
     assert sum(table.pool_bytes(stage) for stage in (0, 1)) == 401 * layout.held_page_bytes(2) // 2

@@ -10,7 +10,7 @@ import pytest
 from jdisagg.core.hardware import Target
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.request import WorkerId
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import Ring, Role, WorkerConfig
 from jdisagg.engine.compile_check import memory_of
 from jdisagg.engine.ring_declarations import RingTable, abstract_ring_table, ticks
 from tests.engine.chips import MODELS, PAGE_SIZE, WIDEST_PAGES, checked_kinds, devices
@@ -22,8 +22,7 @@ def ring_of(target: str, model: str = "8B") -> RingTable:
     """Two stages of two layers on two devices each; of GPUs, each stage is another host's."""
     config = replace(MODELS[model], num_layers=2 * PP)
     sizes = WorkerConfig(
-        WorkerId("ring"), Role.DECODE, 4096, PAGE_SIZE, 8192, SLOTS, 1, (128,), (WIDEST_PAGES,),
-        ring_stages=PP, decode_turns=TURNS,
+        WorkerId("ring"), Role.DECODE, 4096, PAGE_SIZE, 8192, SLOTS, Ring(PP, TURNS), (128,), (WIDEST_PAGES,),
     )  # fmt: skip
     layout = KVLayout.of(config, PAGE_SIZE, "bfloat16")
     return abstract_ring_table(sizes, config, layout, devices(Target.parse(target))[: PP * TP], jnp.bfloat16)

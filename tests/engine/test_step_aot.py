@@ -4,7 +4,7 @@ pages that are quantised. `checked_kinds` holds that pools are written in place 
 
 import pytest
 
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, Stages
 from jdisagg.engine.programs import ProgramTable
 from tests.engine.chips import checked_kinds, few_layers
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_kept_programs")]
 
 
 def test_several_turns_of_a_dispatch_write_their_pages_in_place():
-    table = few_layers("8B", Role.DECODE, "v6e:1x1", 1, stages=1, layers=2, num_pages=4096, decode_turns=4)
+    table = few_layers("8B", Role.DECODE, "v6e:1x1", 1, stages=1, layers=2, num_pages=4096, decode=Stages(1, 4))
     (checked,) = checked_kinds(table, table.steps(), "turns plain")
     logits = table.model.vocab_size * table.config.num_slots * 4
     assert checked.facts.temp_bytes < 4 * logits, "and keep no turn's logits for the next"

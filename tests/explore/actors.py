@@ -18,7 +18,7 @@ from jdisagg.core.events import Effect, Event, Send
 from jdisagg.core.messages import AbortAck
 from jdisagg.core.request import Attempt, Phase, WorkerId
 from jdisagg.core.router_config import RouterConfig
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import Stages, WorkerConfig
 from jdisagg.policy.handoff import WAITS, State, Timer, timer_of
 from jdisagg.policy.outbox import Outbox
 from jdisagg.policy.page_pool import PagePool, PageState
@@ -80,7 +80,7 @@ class NotedPool(PagePool):
 
 def new_worker(config: WorkerConfig) -> Worker:
     worker = Worker(config)
-    worker.decode_side.turn_times = TurnTimes(replace(config, decode_turns=1))  # all turns are within the gap
+    worker.decode_side.turn_times = TurnTimes(replace(config, decode=Stages(1, 1)))  # all turns are within the gap
     worker.pool.__class__ = NotedPool
     worker.pool.out = worker.out  # type: ignore[attr-defined]
     worker.tiers.steps = None  # what computing costs is never learnt: whatever can be fetched is

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.core.worker_config import Role, Stages, TransferMode
 from tests.explore.invariants import check_end
 from tests.explore.scenes import Scene, colocated, disaggregated, request
 from tests.explore.search import Found, explore
@@ -211,20 +211,20 @@ def test_turns_of_a_ring_go_through_a_fault(fault, also):
     """Each step of the decode worker draws up to two tokens a row, and the page of the second is granted with it."""
     scene = disaggregated(requests=[request(1, max_tokens=4)], transfer=TransferMode.WHOLE, num_pages=4)
     prefill, decode = scene.workers
-    found = whole(replace(scene, workers=(prefill, replace(decode, decode_turns=2))).but(**{fault: 1}))
+    found = whole(replace(scene, workers=(prefill, replace(decode, decode=Stages(1, 2)))).but(**{fault: 1}))
     assert endings(found) == {"length"} | also
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "also"), [("cancel", {"abort"}), ("fail", {"error"})])
 def test_turns_of_one_stage_go_through_a_fault_beside_prompts(fault, also):
-    scene = colocated(2, 1, requests=[request(1, max_tokens=4), request(2)], decode_turns=2, num_pages=4)
+    scene = colocated(2, 1, requests=[request(1, max_tokens=4), request(2)], decode=Stages(1, 2), num_pages=4)
     assert endings(whole(scene.but(**{fault: 1}))) == {"length"} | also
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "also"), [("cancel", {"abort"}), ("fail", {"error"})])
 def test_turns_and_drafts_in_turns_go_through_a_fault(fault, also):
-    sizes = {"decode_turns": 2, "draft_tokens": 1, "draft_auto": True, "num_pages": 4}
+    sizes = {"decode": Stages(1, 2), "draft_tokens": 1, "draft_auto": True, "num_pages": 4}
     scene = colocated(2, 1, requests=[request(1, max_tokens=4), request(2)], **sizes)
     assert endings(whole(scene.but(**{fault: 1}))) == {"length"} | also

@@ -7,7 +7,7 @@ from jdisagg.core.layout.kv_layout import NULL_PAGE
 from jdisagg.core.messages import Abort, Ack, Commit
 from jdisagg.core.request import Attempt, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import Gate, KVTransfer
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, Stages
 from jdisagg.policy.router.request_state import reserve_for
 from jdisagg.policy.worker import Worker
 from tests.sim.cases import request, worker
@@ -23,7 +23,7 @@ class Bench:
     """A decode worker of three stages; each prompt's KV is one chunk in three parts, a stage's layers each."""
 
     def __init__(self, **sizes) -> None:
-        given = {"layer_groups": STAGES, "num_slots": 6, "num_microbatches": 3, **sizes}
+        given = {"layer_groups": STAGES, "num_slots": 6, "decode": Stages(3), **sizes}
         self.worker = Worker(worker("decode-0", Role.DECODE, **given))
         self.effects: list = []
 
@@ -109,7 +109,7 @@ def test_an_abort_opens_the_gates_before_the_pages_can_be_anothers():
 
 
 def test_a_whole_sequence_that_finds_no_other_place_takes_that_of_one_that_waits():
-    bench = Bench(num_slots=1, num_microbatches=1)
+    bench = Bench(num_slots=1, decode=Stages(1))
     free = bench.free_pages
     early, whole = request("a", max_tokens=3), request("b", max_tokens=3)
     (held,) = plans(bench.begin(early, (0,)))

@@ -15,7 +15,7 @@ from jdisagg.core.messages import Abort, Joined, Leave, Left, Refused, Reserve, 
 from jdisagg.core.request import FinishReason, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.tiers import MovePages, Tier
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import Role, Stages, WorkerConfig
 from jdisagg.policy.role_change import TABLE, Signal, Standing, next_standing, why_not
 from tests.policy.bench import Bench
 from tests.policy.router.test_router import Talk
@@ -27,9 +27,9 @@ P0, P1, D0, D1, C0 = map(WorkerId, ("prefill-0", "prefill-1", "decode-0", "decod
 FOUR = [*pair(), worker(P1, Role.PREFILL), worker(D1, Role.DECODE)]
 TARGETS = {
     "prefill to decode": (P0, Role.DECODE, {}),
-    "prefill to colocated": (P0, Role.COLOCATED, {"num_microbatches": 2}),
+    "prefill to colocated": (P0, Role.COLOCATED, {"decode": Stages(2)}),
     "decode to prefill": (D0, Role.PREFILL, {}),
-    "decode to two stages": (D0, Role.DECODE, {"num_microbatches": 2}),
+    "decode to two stages": (D0, Role.DECODE, {"decode": Stages(2)}),
     "decode to larger pages": (D0, Role.DECODE, {"page_size": 8, "num_pages": 32, "table_buckets": (2, 4, 16)}),
 }
 

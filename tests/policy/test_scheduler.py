@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.messages import Preempted
 from jdisagg.core.request import WorkerId
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Ring, Role, Stages
 from tests.policy.bench import Bench
 from tests.sim.cases import (
     check_outputs,
@@ -123,7 +123,7 @@ def rows_of(world: World) -> list[Any]:
 @pytest.mark.parametrize("turns", [2, 32])
 def test_a_worker_that_chooses_takes_turns_where_it_verifies_no_drafts(turns: int):
     """A step takes as long here whatever its rows draw, so that many turns are faster than any draft, few are not."""
-    world, asked = World(choosing(num_pages=128, draft_tokens=7, decode_turns=turns)), request("a", max_tokens=120)
+    world, asked = World(choosing(num_pages=128, draft_tokens=7, steps=turns)), request("a", max_tokens=120)
     run_all(world, [asked])
     assert world.output(asked.request_id) == definition(asked)
     turned = [rows for rows in rows_of(world) if rows.turns]
@@ -139,7 +139,7 @@ def test_a_worker_whose_rows_want_no_drafts_takes_turns_only():
 
 
 def test_rows_with_a_grammar_take_what_it_forces_and_all_others_turns():
-    world = World(colocated(draft_tokens=3, guesses=False, decode_turns=4, num_pages=96))
+    world = World(colocated(draft_tokens=3, guesses=False, decode=Stages(1, 4), num_pages=96))
     run_all(world, [request("free", max_tokens=60), request("held", max_tokens=9, synchronous=True, grammar="even")])
     rows = rows_of(world)
     assert any(each.turns for each in rows) and any(max(each.widths) > 1 and not each.turns for each in rows)
@@ -251,7 +251,7 @@ def test_a_ring_takes_one_turn_where_a_token_depends_on_how_the_last_one_is_read
 
 
 def test_a_ring_stops_for_who_waits_when_the_first_slot_is_sure_to_come_free():
-    bench = Bench(worker("decode-0", Role.DECODE, ring_stages=2, decode_turns=8, num_slots=2, reservations_ahead=2))
+    bench = Bench(worker("decode-0", Role.DECODE, decode=Ring(2, 8), num_slots=2, reservations_ahead=2))
     asked = [request(f"r{n}", max_tokens=6 + 9 * n) for n in range(3)]
     for each in asked:
         assert bench.reserve(each)
@@ -267,7 +267,7 @@ def test_a_ring_stops_for_who_waits_when_the_first_slot_is_sure_to_come_free():
 
 def test_a_ring_takes_pages_of_nobody_for_turns_that_can_wait():
     """Three sequences fill the pool; each goes on token by token, and nobody is preempted for tokens to come."""
-    world = World(ring(num_pages=9, reserve_tokens=1, decode_turns=8))
+    world = World(ring(num_pages=9, reserve_tokens=1, steps=8))
     asked = [request(f"r{n}", 6, max_tokens=6) for n in range(3)]
     run_all(world, asked)
     assert not [effect for _, _, effect in world.effects if "Preempted" in str(type(getattr(effect, "message", None)))]
@@ -283,7 +283,7 @@ def test_every_answer_is_right_whatever_rows_and_chunks_share_and_whatever_fails
         "draft_tokens": draw(st.integers(0, 3)),
         **({} if cluster is ring else {"forced_tokens": draw(st.integers(0, 3))}),
         "num_pages": draw(st.sampled_from([24, 64])),
-        "num_microbatches": draw(st.sampled_from([1, 2])),
+        "decode": Stages(draw(st.sampled_from([1, 2]))),
         "prefix_caching": draw(st.booleans()),
         "reserve_tokens": draw(st.sampled_from([1, 8])),
     }

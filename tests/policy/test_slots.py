@@ -2,13 +2,13 @@ from itertools import pairwise
 
 import pytest
 
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, Stages
 from jdisagg.policy.slots import Slots
 from tests.sim.cases import worker
 
 
 def slots_of(num_slots=4, num_microbatches=2, steps_in_flight=2) -> Slots[str]:
-    sizes = {"num_slots": num_slots, "num_microbatches": num_microbatches, "steps_in_flight": steps_in_flight}
+    sizes = {"num_slots": num_slots, "decode": Stages(num_microbatches), "steps_in_flight": steps_in_flight}
     return Slots(worker("d", Role.DECODE, **sizes))
 
 

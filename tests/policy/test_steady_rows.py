@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.core.request import FinishReason
+from jdisagg.core.worker_config import Stages
 from jdisagg.policy import scheduler
 from jdisagg.policy.scheduler import Scheduler
 from jdisagg.policy.step_results import StepResults
@@ -34,7 +35,7 @@ def test_a_long_answer_is_looked_at_where_it_needs_a_page_and_at_its_ends():
 
 
 def test_stages_that_begin_before_their_kv_is_whole_repeat_as_well():
-    world = World(pair(layer_groups=((0, 2), (2, 4)), num_microbatches=2, reserve_tokens=60))
+    world = World(pair(layer_groups=((0, 2), (2, 4)), decode=Stages(2), reserve_tokens=60))
     for n in range(2):
         world.submit(request(f"long{n}", 4, max_tokens=60), 0.0)
     looked, repeated = formed(world)
@@ -68,7 +69,7 @@ def test_what_is_said_and_done_is_the_same_as_if_every_step_were_looked_at(clust
         "mixed_steps": draw(st.booleans()),
         "num_pages": draw(st.sampled_from([24, 64])),
         "page_size": draw(st.sampled_from([4, 16])),
-        "num_microbatches": draw(st.sampled_from([1, 2])),
+        "decode": Stages(draw(st.sampled_from([1, 2]))),
         "layer_groups": draw(st.sampled_from([(), ((0, 2), (2, 4))])),  # whose first may begin before the others are in
         "prefix_caching": draw(st.booleans()),
         "reserve_tokens": draw(st.sampled_from([1, 8, 64])),

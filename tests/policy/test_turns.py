@@ -9,15 +9,15 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.messages import Preempted
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.steps import DecodeRows
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Ring, Role, Stages
 from jdisagg.policy.turns import MOST_GAP_S, TurnTimes, most_turns, one_by_one
 from tests.sim.cases import choosing, colocated, definition, joint, pair, request, ring, run_all, sent, turning, worker
 from tests.sim.world import World
 from tests.steps import runs_decode
 
-ONE_STAGE = worker("decode-0", Role.DECODE, decode_turns=8)
-RING = worker("decode-0", Role.DECODE, decode_turns=8, ring_stages=2)
-JOINT = worker("decode-0", Role.DECODE, decode_turns=8, joint_stages=2)
+ONE_STAGE = worker("decode-0", Role.DECODE, decode=Stages(1, 8))
+RING = worker("decode-0", Role.DECODE, decode=Ring(2, 8))
+JOINT = worker("decode-0", Role.DECODE, decode=Stages(2, 8))
 
 
 class Seated:
@@ -32,7 +32,7 @@ def chosen(
 ) -> int:
     asked = {"ready": False, "expects": False, "prompts": False, **waits}
     seated: Any = [Seated(stop_token_ids=stops) for _ in left]
-    config = replace(ONE_STAGE, decode_turns=most)
+    config = replace(ONE_STAGE, decode=Stages(1, most))
     return most_turns(config, seated, left, times or TurnTimes(ONE_STAGE), **asked)
 
 
@@ -140,7 +140,7 @@ def test_a_worker_of_one_stage_takes_turns_and_ends_where_single_steps_do():
 
 def test_stages_take_turns_of_all_slots_and_end_where_single_steps_do():
     asked = [request(f"r{n}", max_tokens=7 + 6 * n, presence_penalty=0.5 * (n % 2)) for n in range(4)]
-    alone, several = World(pair(num_microbatches=2)), World(joint())
+    alone, several = World(pair(decode=Stages(2))), World(joint())
     run_all(alone, asked)
     run_all(several, asked)
     assert several.told == alone.told
@@ -179,9 +179,8 @@ def test_a_prompt_that_comes_finds_single_steps_on_a_worker_that_computes_it():
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"num_slots": 5}, "5 slots in 1 microbatches for 2 stages"),
-        ({"num_microbatches": 2}, "decode_turns is 8, for a ring or for one stage|4 slots in 2 microbatches"),
-        ({"draft_tokens": 2, "draft_auto": True}, "decode and guess nothing; it is decode with 2 draft_tokens"),
+        ({"num_slots": 5}, "5 slots do not fill the microbatches of Stages"),
+        ({"draft_tokens": 2, "draft_auto": True}, "only decodes, without drafts .* draft_tokens or forced_tokens 2"),
         ({"mixed_steps": True}, "mixed_steps True"),
     ],
 )
@@ -190,10 +189,27 @@ def test_stages_that_all_slots_go_round_have_whole_microbatches_and_guess_nothin
         replace(JOINT, **sizes).check()
 
 
-def test_turns_of_several_stages_or_beside_drafts_are_refused():
-    for sizes in ({"num_microbatches": 2}, {"draft_tokens": 2}, {"draft_tokens": 2, "num_microbatches": 2}):
-        with pytest.raises(ConfigError, match="decode_turns is 8, for a ring or for one stage"):
-            worker("decode-0", Role.DECODE, decode_turns=8, **sizes).check()
-    at_times = colocated(draft_tokens=2, guesses=False, decode_turns=2)
+@pytest.mark.parametrize(
+    ("role", "decode", "sizes", "told"),
+    [
+        (Role.DECODE, Stages(1, 8), {"draft_tokens": 2}, "it is decode with .* draft_tokens or forced_tokens 2"),
+        (Role.PREFILL, Stages(1, 8), {}, "Stages.n=1, steps_per_dispatch=8. only decodes, .* it is prefill"),
+        (Role.COLOCATED, Stages(2, 8), {}, "Stages.n=2, steps_per_dispatch=8. only decodes, .* it is colocated"),
+        (Role.COLOCATED, Ring(2, 8), {}, "Ring.n=2, steps_per_dispatch=8. only decodes, .* it is colocated"),
+        (Role.DECODE, Ring(2), {"short_prompt_tokens": 8}, "Ring.* with short_prompt_tokens 8"),
+        (Role.DECODE, Ring(2), {"forced_tokens": 3}, "Ring.* draft_tokens or forced_tokens 3"),
+        (Role.DECODE, Ring(1), {}, "Ring.n=1, steps_per_dispatch=1., must have n from 2 on"),
+        (Role.DECODE, Stages(0), {}, "Stages.n=0, .* must have n from 1 on"),
+        (Role.DECODE, Stages(1, 0), {}, "steps_per_dispatch=0., must have"),
+        (Role.DECODE, Stages(3), {}, "4 slots do not fill the microbatches of Stages.n=3"),
+    ],
+)
+def test_a_schedule_that_a_worker_cannot_run_is_refused(role: Role, decode: Any, sizes: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        worker("decode-0", role, decode=decode, **sizes).check()
+
+
+def test_schedules_of_every_kind_are_accepted():
+    at_times = colocated(draft_tokens=2, guesses=False, decode=Stages(1, 2))
     for each in (*turning(), *ring(), *joint(), *pair(), *choosing(), *at_times):
         each.check()

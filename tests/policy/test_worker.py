@@ -32,7 +32,7 @@ from jdisagg.core.messages import (
     View,
 )
 from jdisagg.core.request import BROKEN, Attempt, FinishReason, RequestId, Sampled, WorkerId
-from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.core.worker_config import Role, Stages, TransferMode
 from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.router.request_state import reserve_for
 from tests.policy.bench import OTHER, Bench
@@ -387,7 +387,7 @@ def test_a_lease_does_not_end_a_sequence_that_decodes():
 
 
 def test_a_failed_step_ends_its_sequences_and_no_others():
-    bench = seated(decoding(num_microbatches=2, steps_in_flight=1), request("a"), request("b"))
+    bench = seated(decoding(decode=Stages(2), steps_in_flight=1), request("a"), request("b"))
     broken, kept = bench.decode_runs
     bench.pending.popleft()
     bench.fail(broken.plan.step_id)

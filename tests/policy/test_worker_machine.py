@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from jdisagg.core.events import DropKV, InsertKV
 from jdisagg.core.messages import Commit, Drawn, Ended, Preempted
 from jdisagg.core.request import Request, RequestId, SamplingParams
-from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.core.worker_config import Role, Stages, TransferMode
 from tests.policy.bench import Bench
 from tests.sim.cases import definition, worker
 
@@ -53,7 +53,7 @@ class SideMachine(RuleBasedStateMachine):
                 num_pages=pages,
                 page_size=2,
                 num_slots=slots * microbatches,
-                num_microbatches=microbatches,
+                decode=Stages(microbatches),
                 steps_in_flight=ahead,
                 chunks_in_flight=ahead,
                 reserve_tokens=reserve,

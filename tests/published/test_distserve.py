@@ -22,6 +22,7 @@ import csv
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ import pytest
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.cluster import Cluster
-from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, cluster_spec, published
+from jdisagg.sim.cluster_spec import FREE_LINK, ClusterSpec, cluster_spec, plain_settings, published
 from jdisagg.sim.cost_models import CostModel, distserve_kv_tokens
 from jdisagg.sim.traces import Trace, poisson, read_lengths
 from tests.published.full_files import full_file
@@ -46,12 +47,14 @@ MESHES = {
 }
 SEEDS = 3
 BANDS = {"DistServe": 5.0, "vLLM": 15.0}  # mean distance of a curve's points, in points of attainment
-PLAIN = Sizes(
-    2048, chunk_tokens=2048, reserve_tokens=32, chunks_in_flight=1, steps_in_flight=1
-)  # nothing cut, nothing ahead
+PLAIN = plain_settings(2048, reserve_tokens=32, steps_in_flight=1)  # nothing cut, nothing ahead
 SIZES = {
     "DistServe": replace(PLAIN, max_chunk_seqs=1),
-    "vLLM": replace(PLAIN, decode_steps_per_chunk=0),  # prompts first, as vLLM 0.2 did
+    "vLLM": PLAIN,
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "DistServe": {"chunks_in_flight": 1},
+    "vLLM": {"chunks_in_flight": 1, "decode_steps_per_chunk": 0},  # prompts first, as vLLM 0.2 did
 }
 
 
@@ -86,7 +89,7 @@ def room(model: str, system: str, memory: str) -> ClusterSpec:
         cost, tokens = cost_of(place)
         return cost, tokens + (parked if place.role is Role.DECODE else 0)
 
-    return cluster_spec(mesh, SIZES[system], with_room)
+    return cluster_spec(mesh, SIZES[system], with_room, FREE_LINK, **FIELDS[system])
 
 
 def attained(work: Trace, given: ClusterSpec, point: dict[str, float]) -> float:

@@ -16,14 +16,14 @@ import pytest
 
 from jdisagg.core.mesh_spec import WorkerMesh
 from jdisagg.core.worker_config import Role
-from jdisagg.sim.cluster_spec import ClusterSpec, cluster_spec, published
+from jdisagg.sim.cluster_spec import FREE_LINK, ClusterSpec, cluster_spec, published
 from jdisagg.sim.cost_models import CostModel, distserve_kv_tokens
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.search import Effort, Search
 from jdisagg.sim.planner.space import Candidate, Space
 from tests.published.full_files import full_file
 from tests.published.gates import hold, in_order
-from tests.published.test_distserve import LENGTHS, REQUESTS_PER_GPU, SIZES, sharegpt
+from tests.published.test_distserve import FIELDS, LENGTHS, REQUESTS_PER_GPU, SIZES, sharegpt
 
 SEEDS = 3
 
@@ -44,7 +44,7 @@ def parked(model: str, candidate: Candidate) -> ClusterSpec:
         cost, tokens = cost_of(place)
         return cost, tokens + (room // decodes if place.role is Role.DECODE else 0)
 
-    return cluster_spec(candidate.mesh, SIZES["DistServe"], with_room)
+    return cluster_spec(candidate.mesh, SIZES["DistServe"], with_room, FREE_LINK, **FIELDS["DistServe"])
 
 
 def best_placements(path: Path, model: str, objectives: Objectives, candidates: list[Candidate]) -> list[tuple]:

@@ -24,7 +24,7 @@ import pytest
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.core.worker_config import Role
-from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, cluster_spec
+from jdisagg.sim.cluster_spec import ClusterSpec, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import CostModel, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome, Record
@@ -120,18 +120,17 @@ def built(design: Design, theirs: bool) -> ClusterSpec:
         room = kv_tokens(design.token_device) + parked
         return (AsTheirs(runs) if theirs else runs), room
 
-    sizes = Sizes(
+    sizes = plain_settings(
         16384,
         page_size=64,
-        num_slots=SLOTS,
-        chunk_tokens=16384,
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=16384 + (0 if design.token_machines else SLOTS),  # a chunk beside decode rows
         max_chunk_seqs=1,
-        chunks_in_flight=1,
         steps_in_flight=1,
         reserve_tokens=128,
-        mixed_steps=not design.token_machines,
+        mixed_steps="off" if design.token_machines else "on",
     )
-    return cluster_spec(design.mesh(), sizes, cost_of, PORT_BYTES_PER_S)
+    return cluster_spec(design.mesh(), sizes, cost_of, PORT_BYTES_PER_S, chunks_in_flight=1)
 
 
 def slowdowns(outcome: Outcome) -> dict[str, np.ndarray]:

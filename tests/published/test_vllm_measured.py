@@ -18,13 +18,14 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.arithmetic import model
-from jdisagg.sim.cluster_spec import Sizes, by_kernels, cluster_spec
+from jdisagg.sim.cluster_spec import FREE_LINK, by_kernels, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model
 from jdisagg.sim.kernel_tables import KernelTables, shipped_kernels
 from jdisagg.sim.outcome import METRICS
@@ -34,14 +35,11 @@ from tests.published.gates import hold_all, relative
 
 DATA = Path(__file__).parent / "data"
 NAME = "llama3-8b"
-VLLM = Sizes(
+VLLM = plain_settings(
     32768,
-    chunk_tokens=2048,
     reserve_tokens=1,
-    chunks_in_flight=1,
     steps_in_flight=1,
-    reservations_ahead=0,
-    mixed_steps=True,
+    mixed_steps="on",
 )
 
 
@@ -78,9 +76,12 @@ def kernels(gpu: str) -> KernelTables:
     return KernelTables(Model(model(NAME)), shipped_kernels(gpu, NAME))
 
 
-def ours(run: Run, work: Trace, **sizes: int) -> dict[str, np.ndarray]:
-    chosen = replace(VLLM, num_slots=run.sequences, max_chunk_seqs=run.sequences, **sizes)
-    given = cluster_spec(MeshSpec.parse("colocated:tp1"), chosen, by_kernels(lambda _: kernels(run.gpu), run.kv_tokens))
+def ours(run: Run, work: Trace, **fields: Any) -> dict[str, np.ndarray]:
+    slots = run.sequences
+    chosen = replace(VLLM, max_num_seqs=slots, max_num_batched_tokens=2048 + slots, max_chunk_seqs=slots)
+    fields = {"chunks_in_flight": 1, "reservations_ahead": 0, **fields}
+    costs = by_kernels(lambda _: kernels(run.gpu), run.kv_tokens)
+    given = cluster_spec(MeshSpec.parse("colocated:tp1"), chosen, costs, FREE_LINK, **fields)
     cluster = simulated(given, message_s=0.0)
     outcome = cluster.run(work)
     cluster.check_all_ended()

@@ -17,7 +17,7 @@ from jdisagg.core.layout.reshard import StageShape
 from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Preempted, Progress, Reserve, Reserved, StartPrefill
 from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, Stages
 from jdisagg.serve.deploy.pools import place_of
 from jdisagg.serve.observability.cluster_view import DECISIONS, REQUESTS, Counted, SharedDocument
 from jdisagg.serve.observability.metric_families import Families
@@ -157,7 +157,7 @@ def test_layer_groups_of_one_mesh_are_one_stage_and_stages_of_a_pipeline_are_sev
     groups = [StageShape(range(0, 3), 2, 16), StageShape(range(3, 5), 2, 16), StageShape(range(5, 6), 2, 16, draft="a")]
     one = place_of(worker_config("prefill-0", Role.PREFILL, 8), groups).to_json()
     assert one["stages"] == [{"layers": [0, 5], "shards": 2}]
-    config = replace(worker_config("decode-0", Role.DECODE, 8), num_microbatches=2)
+    config = replace(worker_config("decode-0", Role.DECODE, 8), decode=Stages(2))
     assert [each["layers"] for each in place_of(config, groups).to_json()["stages"]] == [[0, 3], [3, 5]]
 
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    with running(STAGES, decode_turns=1) as llm:
+    with running(STAGES, multi_step=1) as llm:
         return answers(llm)
 
 
@@ -27,7 +27,7 @@ def most_turns(llm: jdisagg.LLM) -> int:
 
 def test_stages_that_take_turns_answer_as_single_steps_do_and_go_on_beside_who_leaves(expected: list[list[int]]):
     """Every kind of draw; an answer that stops, and one that its client leaves in the midst of a dispatch."""
-    with running(STAGES, decode_turns=4) as llm:
+    with running(STAGES, multi_step=4) as llm:
         assert answers(llm) == expected
         assert most_turns(llm) == 4
         stop = expected[0][9]
@@ -45,6 +45,6 @@ async def _left(llm: jdisagg.LLM) -> None:
 
 
 def test_sequences_that_are_sent_back_between_dispatches_of_stages_are_answered_the_same(expected: list[list[int]]):
-    with running(STAGES, decode_turns=4, kv_tokens=160, reserve_tokens=1) as llm:
+    with running(STAGES, multi_step=4, kv_tokens=160, reserve_tokens=1) as llm:
         assert answers(llm) == expected
         assert heard(llm, Preempted)

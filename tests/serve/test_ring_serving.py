@@ -81,7 +81,7 @@ def expected() -> list[list[int]]:
     ],
 )
 def test_a_ring_answers_as_stages_do(mesh: str, turns: int, expected: list[list[int]]):
-    with running(mesh, decode_turns=turns) as llm:
+    with running(mesh, multi_step=turns) as llm:
         assert answers(llm) == expected
 
 

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from jdisagg import LLM, SamplingParams
+from jdisagg.core.default_sizes import Devices
 from jdisagg.core.errors import CheckpointError, ConfigError, FlagError
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import Speculation, kv_sizes
 from jdisagg.groups import for_several
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.draft_head import HeadConfig
-from jdisagg.serve.deploy.chosen_sizes import Devices
-from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL, shipping_of
+from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL
 from jdisagg.serve.deploy.speculation import (
     DRAFT_TOKENS,
-    Speculation,
     check_head,
     kept_draft,
     own_head,
@@ -157,7 +157,7 @@ def test_a_drafts_pages_lie_behind_the_models_and_go_with_the_last_layers():
     settings = Settings(speculative="draft", draft_kv="ship")
     found = kept_draft(draft, settings, mesh, (kv, kv), "small", CPUS)
     assert found is not None and found.layers == range(6, 7) and found.layout.num_kv_heads == 4
-    how = shipping_of(settings, (range(3), range(3, 6)), kv, found)
+    how = kv_sizes((range(3), range(3, 6)), kv, found)
     assert how["layer_groups"] == ((0, 3), (3, 7)) and how["draft_layers"] == 1
     assert how["kv_token_bytes"] == kv.bytes_per_token + found.layout.bytes_per_token
     assert kept_draft(draft, replace(settings, draft_kv="rebuild"), mesh, (kv, kv), "small", CPUS) is None

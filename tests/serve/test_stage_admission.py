@@ -10,7 +10,7 @@ import pytest
 from jdisagg.core.events import ROUTER, Cancel
 from jdisagg.core.request import FinishReason
 from jdisagg.core.steps import StepPlan
-from jdisagg.core.worker_config import TransferMode
+from jdisagg.core.worker_config import Stages, TransferMode
 from jdisagg.engine.executor import GroupDone
 from jdisagg.engine.gates import HeldStep
 from jdisagg.engine.toy import ToyExecutor, ToyShipment, toy_output
@@ -42,7 +42,7 @@ class LateToy(ToyExecutor):
 
 def stack_of(late_s: float) -> tuple[Stack, LateToy]:
     prefill, decode = (worker_config(f"{role}-0", role, 64) for role in PAIR)
-    late = LateToy(replace(decode, num_microbatches=2, **STAGES))
+    late = LateToy(replace(decode, decode=Stages(2), **STAGES))
     late.late_s = late_s
     return Stack([ToyExecutor(replace(prefill, **STAGES)), late]), late
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jdisagg.core.messages import Abort
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams, WorkerId
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import Ring, Role, Stages, WorkerConfig
 from jdisagg.engine.toy import VOCAB, toy_output
 from tests.sim.world import World
 
@@ -34,38 +34,38 @@ def pair(**sizes: Any) -> list[WorkerConfig]:
     return [worker("prefill-0", Role.PREFILL, **sizes), worker("decode-0", Role.DECODE, **sizes)]
 
 
-def ring(**sizes: Any) -> list[WorkerConfig]:
-    """A pair whose decode worker is a ring, and takes several turns a step."""
-    sizes = {**sizes, "num_microbatches": 1}
-    drawn = {"decode_turns": 4, **sizes, "ring_stages": 2, "draft_tokens": 0, "mixed_steps": False}
+def ring(steps: int = 4, **sizes: Any) -> list[WorkerConfig]:
+    """A pair whose decode worker is a ring that takes up to `steps` steps per dispatch."""
+    sizes = {**sizes, "decode": Stages()}
+    drawn = {**sizes, "decode": Ring(2, steps), "draft_tokens": 0, "mixed_steps": False}
     one, other = worker("prefill-0", Role.PREFILL, **sizes), worker("decode-0", Role.DECODE, **drawn)
     other.check()
-    return [replace(one, decode_turns=1), other]
+    return [one, other]
 
 
-def joint(**sizes: Any) -> list[WorkerConfig]:
-    """A pair whose decode worker's stages take all slots a step, and several turns of them."""
-    sizes = {**sizes, "num_microbatches": 1}
-    drawn = {"decode_turns": 4, **sizes, "joint_stages": 2, "draft_tokens": 0, "mixed_steps": False}
+def joint(steps: int = 4, **sizes: Any) -> list[WorkerConfig]:
+    """A pair whose decode worker takes all slots through two stages, up to `steps` times per dispatch."""
+    sizes = {**sizes, "decode": Stages()}
+    drawn = {**sizes, "decode": Stages(2, steps), "draft_tokens": 0, "mixed_steps": False}
     one, other = worker("prefill-0", Role.PREFILL, **sizes), worker("decode-0", Role.DECODE, **drawn)
     other.check()
-    return [replace(one, decode_turns=1), replace(other, stage_admission=False)]
+    return [one, replace(other, stage_admission=False)]
 
 
 def colocated(**sizes: Any) -> list[WorkerConfig]:
     return [worker("colocated-0", Role.COLOCATED, **sizes)]
 
 
-def turning(**sizes: Any) -> list[WorkerConfig]:
-    """Of one stage that takes several turns a step, and guesses nothing."""
-    return colocated(**{"decode_turns": 4, **sizes, "num_microbatches": 1, "draft_tokens": 0})
+def turning(steps: int = 4, **sizes: Any) -> list[WorkerConfig]:
+    """A colocated worker of one stage that takes up to `steps` steps per dispatch and verifies no drafts."""
+    return colocated(**{**sizes, "decode": Stages(1, steps), "draft_tokens": 0})
 
 
-def choosing(**sizes: Any) -> list[WorkerConfig]:
-    """Of one stage that takes several turns a step, or verifies drafts where those are faster: a model's, for what is
-    taken of a toy's follows from no text."""
+def choosing(steps: int = 3, **sizes: Any) -> list[WorkerConfig]:
+    """A colocated worker of one stage that takes up to `steps` steps per dispatch, or verifies drafts of a model if
+    those are faster: n-grams of a toy's tokens follow from no text."""
     drafts = {"draft_tokens": 3, "draft_auto": True, "draft_ngrams": False}
-    return colocated(**{"decode_turns": 3, **drafts, **sizes, "num_microbatches": 1})
+    return colocated(**{**drafts, **sizes, "decode": Stages(1, steps)})
 
 
 def request(

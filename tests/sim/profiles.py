@@ -7,7 +7,7 @@ from typing import Any
 
 from jdisagg.core.mesh_spec import MeshSpec, Schedule
 from jdisagg.core.profile import DecodeTime, Host, Pool, PrefillTime, Profile, TransferTime
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import Ring, Role, Stages, WorkerConfig
 from tests.sim.cases import worker
 
 BUCKETS, BATCHES, CONTEXTS = (8, 16), (1, 2, 4), (4, 32, 64)
@@ -23,7 +23,7 @@ def step_s(batch: float, context: float) -> float:
 
 
 def config_of(role: Role, microbatches: int = 1, **sizes: Any) -> WorkerConfig:
-    return worker(f"{role}-0", role, num_microbatches=microbatches, prefill_buckets=BUCKETS, **sizes)
+    return worker(f"{role}-0", role, decode=Stages(microbatches), prefill_buckets=BUCKETS, **sizes)
 
 
 def pool(role: Role, pp: int = 1, schedule: Schedule = Schedule.STAGES) -> Pool:
@@ -36,7 +36,7 @@ def pool(role: Role, pp: int = 1, schedule: Schedule = Schedule.STAGES) -> Pool:
     )
     cells = [(batch, context) for batch in BATCHES for context in CONTEXTS] if role.decodes else []
     if schedule is Schedule.RING:
-        config = replace(config_of(role), num_slots=2 * pp, ring_stages=pp, decode_turns=8)
+        config = replace(config_of(role), num_slots=2 * pp, decode=Ring(pp, 8))
         times = tuple(DecodeTime(32, *cell, turns * step_s(*cell), (), turns) for cell in cells for turns in (1, 8))
         return Pool(config, 1, pp, prefill, times)
     decode = tuple(DecodeTime(32, *cell, step_s(*cell), (step_s(*cell) / pp,) * pp) for cell in cells)

@@ -12,7 +12,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.cluster import Cluster
-from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
+from jdisagg.sim.cluster_spec import FREE_LINK, cluster_spec, longest, plain_settings, published
 from jdisagg.sim.fast_forward import SimulatedSequence
 from jdisagg.sim.outcome import Outcome, write_csv
 from jdisagg.sim.simulation import SpanLog, Work
@@ -31,8 +31,10 @@ def one(inputs: int, outputs: int) -> Trace:
     return Trace(np.zeros(1), np.array([inputs]), np.array([outputs]))
 
 
-def cluster(mesh: str, work: Trace, port_bytes_per_s: float | None = None, message_s: float = 0.0, **sizes) -> Cluster:
-    given = cluster_spec(MeshSpec.parse(mesh), Sizes(longest(work), **sizes), published("opt-13b"), port_bytes_per_s)
+def cluster(mesh: str, work: Trace, port_bytes_per_s: float = FREE_LINK, message_s: float = 0.0, **sizes) -> Cluster:
+    fields = {name: sizes.pop(name) for name in ("chunks_in_flight", "decode_steps_per_chunk") if name in sizes}
+    settings = plain_settings(longest(work), **sizes)
+    given = cluster_spec(MeshSpec.parse(mesh), settings, published("opt-13b"), port_bytes_per_s, **fields)
     return Cluster(given.workers, given.costs, given.links, message_s=message_s)
 
 
@@ -51,7 +53,7 @@ def signature(outcome: Outcome) -> list:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_request_ends_once_with_the_tokens_it_asked_for_and_all_pages_come_back(mesh, mode):
     work = trace()
-    outcome = run(mesh, work, 5e9, transfer=mode, chunk_tokens=256)
+    outcome = run(mesh, work, 5e9, transfer=mode, max_num_batched_tokens=256)
     assert [r.told_tokens for r in outcome.records] == work.output_tokens.tolist()
     assert [r.input_tokens for r in outcome.records] == work.input_tokens.tolist()
     assert {r.reason for r in outcome.records} == {"length"}
@@ -61,7 +63,8 @@ def test_every_request_ends_once_with_the_tokens_it_asked_for_and_all_pages_come
 def test_pages_that_run_out_preempt_and_nothing_is_lost(mesh):
     """Pages for a few sequences, of which only the first tokens are reserved."""
     work = poisson(Trace(np.zeros(30), np.full(30, 50), np.full(30, 150)), 50.0)
-    given = cluster_spec(MeshSpec.parse(mesh), Sizes(longest(work), reserve_tokens=1), published("opt-13b"))
+    settings = plain_settings(longest(work), reserve_tokens=1)
+    given = cluster_spec(MeshSpec.parse(mesh), settings, published("opt-13b"), FREE_LINK)
     workers = [replace(config, num_pages=40) for config in given.workers]
     hosted = Cluster(workers, given.costs, given.links)
     outcome = hosted.run(work)
@@ -108,7 +111,7 @@ def test_prompts_that_leave_together_share_the_way_out():
 
 def test_streamed_chunks_hide_most_of_the_transfer():
     whole, chunk = (
-        run(MESHES[0], one(1800, 2), 5e9, transfer=mode, chunk_tokens=256).parts_s()["transfer"]
+        run(MESHES[0], one(1800, 2), 5e9, transfer=mode, max_num_batched_tokens=256).parts_s()["transfer"]
         for mode in (TransferMode.WHOLE, TransferMode.CHUNK)
     )
     assert chunk < whole / 3
@@ -171,7 +174,7 @@ def test_clients_think_before_they_ask_again():
 
 def test_a_log_has_all_work_and_every_change_of_the_pages():
     work, log = trace(20), SpanLog()
-    given = cluster_spec(MeshSpec.parse(MESHES[0]), Sizes(longest(work)), published("opt-13b"), 5e9)
+    given = cluster_spec(MeshSpec.parse(MESHES[0]), plain_settings(longest(work)), published("opt-13b"), 5e9)
     outcome = Cluster(given.workers, given.costs, given.links, log=log).run(work)
     for name, share in outcome.busy.items():
         worker = WorkerId(name)

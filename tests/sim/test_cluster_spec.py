@@ -1,8 +1,11 @@
 """Pools of unlike devices, and hosts whose workers share a NIC."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from jdisagg.core.default_sizes import Devices, choose_page_size, choose_sizes
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.hardware import CHIPS
 from jdisagg.core.layout.kv_layout import KVLayout
@@ -11,9 +14,8 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import Role
-from jdisagg.serve.deploy.chosen_sizes import Devices, page_of, sizes_of
 from jdisagg.sim.arithmetic import model
-from jdisagg.sim.cluster_spec import Hosts, Sizes, by_device, cluster_spec, devices_of
+from jdisagg.sim.cluster_spec import FREE_LINK, Hosts, by_device, cluster_spec, devices_of, plain_settings, published
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.links import DomainLinks
 from jdisagg.sim.shared import simulated
@@ -26,7 +28,9 @@ WORK = poisson(Trace(np.zeros(30), np.full(30, 4000), np.full(30, 20)), 20.0)
 def pools(text: str, **more) -> dict[str, float]:
     """Mean seconds by metric, of two prefill workers and two that decode."""
     cost_of = by_device(devices_of(text), lambda chip, tp: Roofline(SHAPE, chip, tp))
-    cluster = simulated(cluster_spec(MeshSpec.parse("prefill:2xtp1,decode:2xtp1"), Sizes(8192), cost_of, **more))
+    more = {"port_bytes_per_s": FREE_LINK, **more}
+    mesh, settings = MeshSpec.parse("prefill:2xtp1,decode:2xtp1"), plain_settings(8192, max_num_seqs=256)
+    cluster = simulated(cluster_spec(mesh, settings, cost_of, **more))
     outcome = cluster.run(WORK)
     cluster.check_all_ended()
     assert len(outcome.served) == len(WORK)
@@ -58,8 +62,8 @@ def test_a_long_prompts_chunks_are_in_all_prefill_stages_at_once():
     for mesh in ("prefill:tp1,decode:tp1", "prefill:pp2,decode:tp1"):
         for tokens in (1024, 8192):
             cost_of = by_device(devices_of("h100"), lambda chip, tp: Roofline(SHAPE, chip, tp))
-            sizes = Sizes(16384, chunk_tokens=1024)
-            cluster = simulated(cluster_spec(MeshSpec.parse(mesh), sizes, cost_of))
+            sizes = plain_settings(16384, max_num_seqs=256, max_num_batched_tokens=1024)
+            cluster = simulated(cluster_spec(MeshSpec.parse(mesh), sizes, cost_of, FREE_LINK))
             outcome = cluster.run(Trace(np.zeros(1), np.full(1, tokens), np.full(1, 2)))
             found[mesh, tokens] = float(outcome.values("TTFT").mean())
     one, two = "prefill:tp1,decode:tp1", "prefill:pp2,decode:tp1"
@@ -75,7 +79,8 @@ def test_an_older_decode_pool_slows_decoding_and_not_prompts():
 
 def test_a_cpus_memory_holds_more_kv():
     cost_of = by_device(devices_of("h100,decode:xeon8480"), lambda chip, tp: Roofline(SHAPE, chip, tp))
-    prefill, decode = cluster_spec(MeshSpec.parse("prefill:tp1,decode:tp1"), Sizes(8192), cost_of).workers
+    mesh, settings = MeshSpec.parse("prefill:tp1,decode:tp1"), plain_settings(8192, max_num_seqs=256)
+    prefill, decode = cluster_spec(mesh, settings, cost_of, FREE_LINK).workers
     assert decode.num_pages > 5 * prefill.num_pages
 
 
@@ -89,24 +94,30 @@ def test_a_shared_nic_slows_what_its_workers_ship_and_a_network_that_is_off_slow
 def test_hosts_take_workers_in_the_meshs_order():
     cost = Roofline(SHAPE, devices_of("h100")[Role.DECODE])
     mesh = MeshSpec.parse("prefill:2xtp1,decode:2xtp1")
-    links = cluster_spec(mesh, Sizes(8192), lambda _: (cost, 9999), hosts=Hosts(3, 1.0)).links
+    links = cluster_spec(mesh, plain_settings(8192), lambda _: (cost, 9999), FREE_LINK, Hosts(3, 1.0)).links
     assert isinstance(links, DomainLinks)
     assert links.places[WorkerId("prefill-1")] == links.places[WorkerId("decode-0")] == ("host-0",)
     assert links.places[WorkerId("decode-1")] == ("host-1",)
 
 
-def decode_turns(mesh: str, devices: str = "h100", *, chosen: bool = False) -> dict[str, int]:
+def settings_of(*, chosen: bool) -> Settings:
+    """The server's own, or with constants in place of what devices ask for."""
+    return Settings(max_model_len=8192) if chosen else plain_settings(8192, max_num_seqs=256)
+
+
+def steps_per_dispatch(mesh: str, devices: str = "h100", *, chosen: bool = False) -> dict[str, int]:
     cost_of = by_device(devices_of(devices), lambda chip, tp: Roofline(SHAPE, chip, tp))
-    found = cluster_spec(MeshSpec.parse(mesh), Sizes(8192, by_device=chosen), cost_of).workers
-    return {each.worker: each.decode_turns for each in found}
+    found = cluster_spec(MeshSpec.parse(mesh), settings_of(chosen=chosen), cost_of, FREE_LINK).workers
+    return {each.worker: each.decode.steps_per_dispatch for each in found}
 
 
-def test_workers_take_the_turns_that_a_run_on_their_devices_would():
-    assert decode_turns("prefill:tp1,decode:tp1", chosen=True) == {"prefill-0": 1, "decode-0": 32}
-    assert decode_turns("prefill:tp1,decode:pp2tp1", chosen=True)["decode-0"] == 1, "several stages take single steps"
-    assert decode_turns("colocated:tp1", chosen=True) == {"colocated-0": 8}
-    assert decode_turns("prefill:tp1,decode:tp1", "xeon8480", chosen=True)["decode-0"] == 1, "it has no data sheet"
-    assert decode_turns("prefill:tp1,decode:tp1")["decode-0"] == 1
+def test_workers_take_the_steps_per_dispatch_that_a_run_on_their_devices_would():
+    assert steps_per_dispatch("prefill:tp1,decode:tp1", chosen=True) == {"prefill-0": 1, "decode-0": 32}
+    assert steps_per_dispatch("prefill:tp1,decode:pp2tp1", chosen=True)["decode-0"] == 1
+    assert steps_per_dispatch("prefill:tp1,decode:ring2", chosen=True)["decode-0"] == 8
+    assert steps_per_dispatch("colocated:tp1", chosen=True) == {"colocated-0": 8}
+    assert steps_per_dispatch("prefill:tp1,decode:tp1", "xeon8480", chosen=True)["decode-0"] == 1, "it is a CPU"
+    assert steps_per_dispatch("prefill:tp1,decode:tp1")["decode-0"] == 1
 
 
 def test_the_host_is_paid_once_a_dispatch_and_all_else_turn_by_turn():
@@ -119,9 +130,8 @@ def test_the_host_is_paid_once_a_dispatch_and_all_else_turn_by_turn():
 def test_turns_bring_tokens_sooner_where_nobody_is_about_to_come():
     def tpot_s(*, chosen: bool = False) -> float:
         cost_of = by_device(devices_of("h100"), lambda chip, tp: Roofline(SHAPE, chip, tp))
-        cluster = simulated(
-            cluster_spec(MeshSpec.parse("prefill:tp1,decode:tp1"), Sizes(8192, by_device=chosen), cost_of)
-        )
+        mesh = MeshSpec.parse("prefill:tp1,decode:tp1")
+        cluster = simulated(cluster_spec(mesh, settings_of(chosen=chosen), cost_of, FREE_LINK))
         outcome = cluster.run(Trace(np.zeros(2), np.full(2, 64), np.full(2, 300)))
         cluster.check_all_ended()
         return float(outcome.values("TPOT").mean())
@@ -135,21 +145,34 @@ def test_a_page_and_a_steps_tokens_that_nobody_said_are_those_that_a_run_would_c
 ):
     mesh, chip = MeshSpec.parse("prefill:2xtp1,decode:pp2tp1"), CHIPS[device]
     cost_of = by_device(devices_of(device), lambda chip, tp: Roofline(SHAPE, chip, tp))
-    found = Sizes(8192, page_size=0, chunk_tokens=0, by_device=True).chosen(mesh, cost_of)
+    found = cluster_spec(mesh, Settings(max_model_len=8192), cost_of, FREE_LINK).workers[0]
     devices = Devices(chip.platform, chip, None)
     kv = KVLayout.of(SHAPE.config, 1, "bfloat16", chip.platform == "tpu")
-    size = page_of(Settings(), mesh, devices, kv, 8192)
+    size = choose_page_size(Settings(), mesh, devices, kv, 8192)
     room = dict.fromkeys((each.worker for each in mesh.workers()), None)
-    run = sizes_of(Settings(), SHAPE.config, mesh, devices, size, 8192, room)
-    assert (found.page_size, found.chunk_tokens, found.max_chunk_seqs) == (page, tokens, prompts)
+    run = choose_sizes(Settings(), SHAPE.config, mesh, (devices, devices), size, 8192, room)
+    assert (found.page_size, found.prefill_buckets[-1], found.max_chunk_seqs) == (page, tokens, prompts)
     assert (size.value, run.max_num_batched_tokens, run.max_chunk_seqs) == (page, tokens, prompts)
 
 
-def test_sizes_that_somebody_said_stay_and_a_device_without_a_sheet_has_the_simulators_own():
+def test_sizes_that_settings_say_stay_and_costs_of_no_device_have_constants():
+    mesh = MeshSpec.parse("prefill:tp1,decode:pp2tp1")
+    cost_of = by_device(devices_of("h100"), lambda chip, tp: Roofline(SHAPE, chip, tp))
+    said = Settings(max_model_len=8192, page_size=512, max_num_batched_tokens=1000, max_num_seqs=10)
+    (_, decode) = cluster_spec(mesh, said, cost_of, FREE_LINK).workers
+    assert (decode.page_size, decode.num_slots) == (512, 10)
+    prefill, decode = cluster_spec(mesh, Settings(max_model_len=2048), published("opt-13b"), FREE_LINK).workers
+    assert (prefill.page_size, prefill.prefill_buckets, prefill.max_chunk_seqs) == (16, (2048,), 64)
+    assert decode.num_slots == 2 * 256
+
+
+def test_a_worker_in_another_role_is_what_the_mesh_would_have_there():
     mesh = MeshSpec.parse("prefill:tp1,decode:tp1")
     cost_of = by_device(devices_of("h100"), lambda chip, tp: Roofline(SHAPE, chip, tp))
-    said = Sizes(8192, page_size=512, chunk_tokens=1000, by_device=True)
-    assert said.chosen(mesh, cost_of) == said
-    cost_of = by_device(devices_of("xeon8480"), lambda chip, tp: Roofline(SHAPE, chip, tp))
-    found = Sizes(8192, page_size=0, chunk_tokens=0, by_device=True).chosen(mesh, cost_of)
-    assert found == Sizes(8192, by_device=True)
+    given = cluster_spec(mesh, Settings(max_model_len=8192), cost_of, FREE_LINK)
+    prefill, decode = given.workers
+    assert given.in_role is not None
+    for one, other in ((prefill, decode), (decode, prefill)):
+        flipped = given.in_role(one, other.role)
+        flipped.check()
+        assert flipped == replace(other, worker=one.worker)

@@ -11,7 +11,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.sim.arithmetic import model
-from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, by_roofline, cluster_spec, devices_of, with_tiers
+from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, devices_of, plain_settings, with_tiers
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.failing import FailingCluster, Failures, drawn_losses, failing, losses_told
 from jdisagg.sim.hardware import hardware
@@ -26,7 +26,7 @@ MESH = MeshSpec.parse("prefill:2xtp1,decode:2xtp1")
 def spec() -> ClusterSpec:
     shape = Model(model("llama3-70b"), "bfloat16")
     costs = by_roofline(lambda tp: Roofline(shape, hardware("b200"), tp))
-    return cluster_spec(MESH, Sizes(4200, num_slots=16), costs, 10e9)
+    return cluster_spec(MESH, plain_settings(4200, max_num_seqs=16), costs, 10e9)
 
 
 def trace(requests: int, seconds: float) -> Trace:

@@ -7,7 +7,7 @@ import pytest
 
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.cluster import PATIENT, Cluster
-from jdisagg.sim.cluster_spec import Sizes, cluster_spec, published
+from jdisagg.sim.cluster_spec import cluster_spec, plain_settings, published
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.traces import Trace, poisson
 
@@ -17,7 +17,8 @@ LENGTHS = Trace(np.zeros(60), LOTS.integers(50, 1500, 60), LOTS.integers(20, 300
 
 
 def served(rate_rps: float, link_bytes_per_s: float, *, fallback: bool) -> Outcome:
-    given = cluster_spec(MIXED, Sizes(2048, chunk_tokens=512), published("opt-13b"), link_bytes_per_s)
+    settings = plain_settings(2048, max_num_batched_tokens=512)
+    given = cluster_spec(MIXED, settings, published("opt-13b"), link_bytes_per_s)
     config = replace(PATIENT, colocated_fallback=fallback)
     cluster = Cluster(given.workers, given.costs, given.links, router=config)
     outcome = cluster.run(poisson(LENGTHS, rate_rps, 1))

@@ -12,7 +12,7 @@ from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster import PATIENT, Cluster
-from jdisagg.sim.cluster_spec import ClusterSpec, Sizes, cluster_spec, longest, published
+from jdisagg.sim.cluster_spec import FREE_LINK, ClusterSpec, cluster_spec, longest, plain_settings, published
 from jdisagg.sim.cost_models import CostModel, ManySteps, Model, Roofline, distserve_fit
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome
@@ -38,19 +38,18 @@ def worlds(draw: st.DrawFn) -> tuple[ClusterSpec, Trace]:
     lots = np.random.default_rng(seed)
     arrival_s = np.sort(lots.exponential(draw(st.sampled_from([0.0, 0.05, 1.0])) * np.ones(count)).cumsum())
     trace = Trace(arrival_s, lots.integers(1, 60, count), lots.integers(1, draw(st.sampled_from([3, 40, 200])), count))
-    sizes = Sizes(
+    sizes = plain_settings(
         max_model_len=longest(trace),
         page_size=draw(st.sampled_from([1, 4, 16])),
-        num_slots=draw(st.sampled_from([1, 2, 8])),
-        chunk_tokens=32,
+        max_num_seqs=draw(st.sampled_from([1, 2, 8])),
+        max_num_batched_tokens=32,
         steps_in_flight=draw(st.integers(1, 3)),
         reserve_tokens=draw(st.sampled_from([1, 20, 512])),
-        decode_steps_per_chunk=draw(st.integers(0, 2)),
         transfer=draw(st.sampled_from(TransferMode)),
     )
-    given = cluster_spec(
-        MeshSpec.parse(draw(st.sampled_from(MESHES))), sizes, published("opt-13b"), draw(st.sampled_from([None, 1e9]))
-    )
+    mesh, port = MeshSpec.parse(draw(st.sampled_from(MESHES))), draw(st.sampled_from([FREE_LINK, 1e9]))
+    steps = draw(st.integers(0, 2))
+    given = cluster_spec(mesh, sizes, published("opt-13b"), port, decode_steps_per_chunk=steps)
     pages = max(config.pages_for(longest(trace)) for config in given.workers) + draw(st.sampled_from([2, 20, 1000]))
     costs = {name: OneByOne(cost) for name, cost in given.costs.items()} if draw(st.booleans()) else given.costs
     workers = tuple(
@@ -101,7 +100,9 @@ def test_deadlines_find_late_what_would_be_late_step_by_step(world, stall_s):
 
 def lone(mesh: str, outputs: int, **sizes) -> tuple[ClusterSpec, Trace]:
     trace = Trace(np.zeros(1), np.array([100]), np.array([outputs]))
-    return cluster_spec(MeshSpec.parse(mesh), Sizes(longest(trace), **sizes), published("opt-13b")), trace
+    fields = {name: sizes.pop(name) for name in ("chunks_in_flight", "decode_steps_per_chunk") if name in sizes}
+    settings = plain_settings(longest(trace), **sizes)
+    return cluster_spec(MeshSpec.parse(mesh), settings, published("opt-13b"), FREE_LINK, **fields), trace
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -132,11 +133,11 @@ def test_many_steps_cost_what_each_of_them_costs(cost):
 CASES = {
     "a step begins amid foreseen ones, as many as before are quiet after it": (
         Trace(np.zeros(5), np.array([26, 40, 45, 20, 40]), np.array([136, 90, 25, 123, 11])),
-        Sizes(
+        plain_settings(
             162,
             page_size=4,
-            num_slots=1,
-            chunk_tokens=32,
+            max_num_seqs=1,
+            max_num_batched_tokens=32,
             steps_in_flight=1,
             reserve_tokens=20,
             transfer=TransferMode.WHOLE,
@@ -149,7 +150,9 @@ CASES = {
             np.array([38, 33, 34, 56, 17, 49, 40, 1]),
             np.array([79, 171, 111, 7, 153, 146, 169, 35]),
         ),
-        Sizes(209, page_size=16, num_slots=1, chunk_tokens=32, steps_in_flight=1, reserve_tokens=1),
+        plain_settings(
+            209, page_size=16, max_num_seqs=1, max_num_batched_tokens=32, steps_in_flight=1, reserve_tokens=1
+        ),
         16,
     ),
 }  # found by the test above
@@ -157,7 +160,7 @@ CASES = {
 
 @pytest.mark.parametrize(("trace", "sizes", "pages"), CASES.values(), ids=CASES.keys())
 def test_what_was_once_foreseen_wrongly(trace, sizes, pages):
-    given = cluster_spec(MeshSpec.parse(MESHES[1]), replace(sizes, decode_steps_per_chunk=0), published("opt-13b"), 1e9)
+    given = cluster_spec(MeshSpec.parse(MESHES[1]), sizes, published("opt-13b"), 1e9, decode_steps_per_chunk=0)
     given = replace(
         given, workers=tuple(replace(each, num_pages=pages, table_buckets=(2, 8, 41)) for each in given.workers)
     )

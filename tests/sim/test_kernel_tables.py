@@ -3,6 +3,7 @@
 import gzip
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.arithmetic import model
-from jdisagg.sim.cluster_spec import Sizes, by_kernels, cluster_spec
+from jdisagg.sim.cluster_spec import FREE_LINK, by_kernels, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, distserve_fit
 from jdisagg.sim.kernel_tables import Grid, KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.shared import simulated
@@ -18,7 +19,9 @@ from jdisagg.sim.traces import Trace, poisson
 from tests.sim.test_cost_models import prefill, step
 
 PLANE = {(x, y): 3.0 * x + 5.0 * y + 7.0 for x in (1.0, 2.0, 8.0) for y in (4.0, 16.0)}
-MIXED = Sizes(4096, chunks_in_flight=1, steps_in_flight=1, reserve_tokens=8, mixed_steps=True)
+MIXED = plain_settings(4096, max_num_batched_tokens=2048 + 256, steps_in_flight=1, reserve_tokens=8, mixed_steps="on")
+AHEAD: dict[str, Any] = {"chunks_in_flight": 1}
+COSTS = by_kernels(lambda _: tables(), 100_000)
 
 
 def tables(host_s: float = 0.0) -> KernelTables:
@@ -67,8 +70,8 @@ def work(requests: int = 40) -> Trace:
 def test_a_cluster_that_mixes_ends_its_requests_sooner_and_each_of_them_once():
     latencies = {}
     for mixes in (True, False):
-        sizes = replace(MIXED, mixed_steps=mixes)
-        given = cluster_spec(MeshSpec.parse("colocated:tp1"), sizes, by_kernels(lambda _: tables(), 100_000))
+        sizes = replace(MIXED, mixed_steps="on" if mixes else "off")
+        given = cluster_spec(MeshSpec.parse("colocated:tp1"), sizes, COSTS, FREE_LINK, **AHEAD)
         cluster = simulated(given)
         outcome = cluster.run(work())
         cluster.check_all_ended()
@@ -78,7 +81,7 @@ def test_a_cluster_that_mixes_ends_its_requests_sooner_and_each_of_them_once():
 
 
 def test_mixing_prefill_and_decode_workers_hand_over_as_others_do():
-    given = cluster_spec(MeshSpec.parse("prefill:tp1,decode:tp1"), MIXED, by_kernels(lambda _: tables(), 100_000), 1e9)
+    given = cluster_spec(MeshSpec.parse("prefill:tp1,decode:tp1"), MIXED, COSTS, 1e9, **AHEAD)
     cluster = simulated(given)
     outcome = cluster.run(work(10))
     cluster.check_all_ended()
@@ -92,7 +95,7 @@ def test_mixing_prefill_and_decode_workers_hand_over_as_others_do():
     ],
 )
 def test_what_cannot_be_mixed_is_refused(sizes, cost, says):
-    given = cluster_spec(MeshSpec.parse("colocated:tp1"), sizes, lambda _: (cost, 100_000))
+    given = cluster_spec(MeshSpec.parse("colocated:tp1"), sizes, lambda _: (cost, 100_000), FREE_LINK)
     with pytest.raises(ConfigError, match=says):
         simulated(given)
 

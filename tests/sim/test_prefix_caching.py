@@ -15,7 +15,7 @@ from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster import PATIENT, Cluster
-from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, longest
+from jdisagg.sim.cluster_spec import by_roofline, cluster_spec, longest, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome
@@ -41,7 +41,7 @@ def cluster(
     chip, shape = hardware("h100"), Model(model("llama3-70b"))
     given = cluster_spec(
         MeshSpec.parse(mesh),
-        Sizes(longest(work), **{"page_size": 64, "prefix_caching": True, **sizes}),
+        plain_settings(longest(work), max_num_seqs=256, **{"page_size": 64, "prefix_caching": "on", **sizes}),
         by_roofline(lambda tp: Roofline(shape, chip, tp)),
         50e9,
     )

@@ -21,7 +21,7 @@ from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role
 from jdisagg.sim import report
 from jdisagg.sim.cluster import Cluster
-from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
+from jdisagg.sim.cluster_spec import cluster_spec, longest, plain_settings, published
 from jdisagg.sim.outcome import (
     NOT_CALIBRATED,
     SLO,
@@ -44,7 +44,7 @@ GOOD = SLO(0.4, 0.1)
 def simulated(mesh: str, requests: int = 40) -> tuple[Outcome, SpanLog]:
     draw = np.random.default_rng(0)
     work = poisson(Trace(np.zeros(requests), draw.integers(50, 900, requests), draw.integers(1, 40, requests)), 4.0)
-    given, log = cluster_spec(MeshSpec.parse(mesh), Sizes(longest(work)), published("opt-13b"), 5e9), SpanLog()
+    given, log = cluster_spec(MeshSpec.parse(mesh), plain_settings(longest(work)), published("opt-13b"), 5e9), SpanLog()
     return Cluster(given.workers, given.costs, given.links, log=log).run(work), log
 
 

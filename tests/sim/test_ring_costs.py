@@ -12,7 +12,7 @@ from jdisagg.core.mesh_spec import MeshSpec, Schedule
 from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.arithmetic import model
-from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, published
+from jdisagg.sim.cluster_spec import FREE_LINK, by_roofline, cluster_spec, plain_settings, published
 from jdisagg.sim.cost_models import Model, RingRoofline, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.measured import cluster_spec_of
@@ -79,8 +79,10 @@ def test_a_tick_over_hosts_pays_the_nic_for_what_goes_between_them():
 @pytest.mark.parametrize("turns", [1, 8])
 def test_every_request_ends_with_the_tokens_it_asked_for(turns: int, fast_forward: bool):
     cost_of = by_roofline(lambda tp: Roofline(SHAPE, H100, tp))
+    settings = plain_settings(4096, max_num_seqs=512, multi_step=turns)
     cluster = simulated(
-        cluster_spec(MeshSpec.parse(RING), Sizes(4096, decode_turns=turns), cost_of), fast_forward=fast_forward
+        cluster_spec(MeshSpec.parse(RING), settings, cost_of, FREE_LINK),
+        fast_forward=fast_forward,
     )
     outcome = cluster.run(WORK)
     cluster.check_all_ended()
@@ -90,7 +92,8 @@ def test_every_request_ends_with_the_tokens_it_asked_for(turns: int, fast_forwar
 def test_a_lone_request_takes_its_dispatches():
     """A first token, 36 more: four dispatches of 8 and one of 4, each as long as its cost."""
     work = Trace(np.zeros(1), np.full(1, 300), np.full(1, 37))
-    given = cluster_spec(MeshSpec.parse(RING), Sizes(4096), by_roofline(lambda tp: Roofline(SHAPE, H100, tp)))
+    settings = plain_settings(4096, max_num_seqs=512, multi_step=8)
+    given = cluster_spec(MeshSpec.parse(RING), settings, by_roofline(lambda tp: Roofline(SHAPE, H100, tp)), FREE_LINK)
     cost = given.costs[given.workers[-1].worker]
     turns = [8, 8, 8, 8, 4]
     expected = sum(cost.decode_s(dispatch(1, each), 300) for each in turns)

@@ -10,7 +10,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.autoscaler import Scaling
 from jdisagg.sim.arithmetic import model
-from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec
+from jdisagg.sim.cluster_spec import FREE_LINK, by_roofline, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.scaled import FlipCosts, ScaledCluster
@@ -22,9 +22,8 @@ D2 = WorkerId("decode-2")
 
 def cluster(scaling: Scaling | None, costs: FlipCosts | None = None, mesh: str = "prefill:1xtp1,decode:3xtp1"):
     shape = Model(model("llama3-70b"), "bfloat16")
-    given = cluster_spec(
-        MeshSpec.parse(mesh), Sizes(4200, num_slots=4), by_roofline(lambda tp: Roofline(shape, hardware("b200"), tp))
-    )
+    cost_of = by_roofline(lambda tp: Roofline(shape, hardware("b200"), tp))
+    given = cluster_spec(MeshSpec.parse(mesh), plain_settings(4200, max_num_seqs=4), cost_of, FREE_LINK)
     costs = costs or FlipCosts(2.0, 2.0)
     return ScaledCluster(given.workers, given.costs, given.links, scaling=scaling, flip_costs=costs)
 

@@ -9,9 +9,9 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import FinishReason, Request
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.steps import StepPlan
-from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.core.worker_config import Role, Stages, TransferMode
 from jdisagg.sim.cluster import Cluster
-from jdisagg.sim.cluster_spec import Sizes, cluster_spec, longest, published
+from jdisagg.sim.cluster_spec import cluster_spec, longest, plain_settings, published
 from tests.sim.cases import definition, reasons, request, worker
 from tests.sim.costs import Costs
 from tests.sim.fault_injector import Faults
@@ -20,7 +20,7 @@ from tests.sim.world import World
 from tests.steps import runs_decode
 
 STAGES = {"layer_groups": ((0, 3), (3, 6), (6, 8)), "prefill_buckets": (8,), "transfer": TransferMode.LAYER}
-PIPELINE = {"num_slots": 6, "num_microbatches": 3}
+PIPELINE = {"num_slots": 6, "decode": Stages(3)}
 SLOW_LINK = Costs(ship_s=2e-3)
 ROUTER = RouterConfig(max_retries=20)
 
@@ -91,7 +91,8 @@ def test_a_sequence_begins_before_its_last_part_and_has_its_second_token_sooner(
 
 def test_a_simulated_step_begins_when_its_gates_are_open():
     work = one(900, 12)
-    given = cluster_spec(MeshSpec.parse("prefill:tp1,decode:pp2tp1"), Sizes(longest(work)), published("opt-13b"), 1e9)
+    settings = plain_settings(longest(work))
+    given = cluster_spec(MeshSpec.parse("prefill:tp1,decode:pp2tp1"), settings, published("opt-13b"), 1e9)
     ended_s = {}
     for on in (True, False):
         workers = [

@@ -20,7 +20,15 @@ from jdisagg.core.tiers import PageMove, Tier
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.prefix_cache import packed
 from jdisagg.sim.cluster import PATIENT
-from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec, devices_of, longest, with_room, with_tiers
+from jdisagg.sim.cluster_spec import (
+    by_roofline,
+    cluster_spec,
+    devices_of,
+    longest,
+    plain_settings,
+    with_room,
+    with_tiers,
+)
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import Outcome
@@ -57,7 +65,7 @@ def run(
 ) -> Outcome:
     work = talks() if work is None else work
     shape, chip, spec = Model(model_of("llama3-70b")), hardware("a800"), MeshSpec.parse(mesh)
-    sizes = Sizes(longest(work), page_size=PAGE, prefix_caching=True)
+    sizes = plain_settings(longest(work), max_num_seqs=256, page_size=PAGE, prefix_caching="on")
     in_hbm = cluster_spec(spec, sizes, with_room(by_roofline(lambda tp: Roofline(shape, chip, tp)), HBM_TOKENS), 87e9)
     tiers = TierSpec(tier_speeds(spec, devices_of("a800"), rates), pool_tokens)
     cluster = simulated(

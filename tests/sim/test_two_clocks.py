@@ -28,7 +28,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.settings import Settings
-from jdisagg.core.worker_config import TransferMode, WorkerConfig
+from jdisagg.core.worker_config import Stages, TransferMode, WorkerConfig
 from jdisagg.engine.toy import VOCAB, ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
@@ -87,7 +87,7 @@ def configs_of(mesh: str) -> list[WorkerConfig]:
     """Pools that a few sequences fill: some are preempted."""
     sizes = {"num_pages": 40, "reserve_tokens": 4, "transfer": TransferMode.AUTO, "layer_groups": ((0, 1), (1, 2))}
     return [
-        worker(place.worker, place.role, num_microbatches=place.pp, **sizes) for place in MeshSpec.parse(mesh).workers()
+        worker(place.worker, place.role, decode=Stages(place.pp), **sizes) for place in MeshSpec.parse(mesh).workers()
     ]
 
 

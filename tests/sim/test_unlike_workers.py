@@ -12,7 +12,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster import PATIENT
-from jdisagg.sim.cluster_spec import Sizes, by_roofline, cluster_spec
+from jdisagg.sim.cluster_spec import FREE_LINK, by_roofline, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.shared import simulated
@@ -23,7 +23,8 @@ def served_by(routing: Routing, slow: str) -> Counter[str]:
     """Requests of each worker in its role, where `slow` stands on an older chip than its like."""
     shape = Model(model("llama3-8b"), "bfloat16")
     mesh = MeshSpec.parse("prefill:2xtp1,decode:2xtp1")
-    given = cluster_spec(mesh, Sizes(4200, num_slots=64), by_roofline(lambda tp: Roofline(shape, hardware("b200"), tp)))
+    costs = by_roofline(lambda tp: Roofline(shape, hardware("b200"), tp))
+    given = cluster_spec(mesh, plain_settings(4200, max_num_seqs=64), costs, FREE_LINK)
     costs = given.costs | {WorkerId(slow): Roofline(shape, hardware("a100"), 1)}
     cluster = simulated(replace(given, costs=costs), router=replace(PATIENT, routing=routing))
     outcome = cluster.run(even(400, 60.0, (1500, 100)))

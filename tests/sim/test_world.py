@@ -10,7 +10,7 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Commit, Preempted, Refused, Renew, Resend, Reserve, StartPrefill
 from jdisagg.core.request import FinishReason, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
-from jdisagg.core.worker_config import Role, TransferMode
+from jdisagg.core.worker_config import Role, Stages, TransferMode
 from jdisagg.engine.toy import ToyShipment
 from tests.sim.cases import (
     NATURAL,
@@ -34,9 +34,9 @@ from tests.steps import runs_decode, runs_prefill
 SPLIT = (Role.PREFILL, Role.DECODE)
 LAYOUTS = {
     "pair": pair(),
-    "two stages": pair(num_microbatches=2),
+    "two stages": pair(decode=Stages(2)),
     "colocated": colocated(),
-    "replicated": [worker("colocated-0", Role.COLOCATED, num_microbatches=2), worker("colocated-1", Role.COLOCATED)],
+    "replicated": [worker("colocated-0", Role.COLOCATED, decode=Stages(2)), worker("colocated-1", Role.COLOCATED)],
     "two pairs": [*pair(), worker("prefill-1", Role.PREFILL), worker("decode-1", Role.DECODE)],
 }
 both_layouts = pytest.mark.parametrize("workers", [pair(), colocated()], ids=["pair", "colocated"])

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jdisagg.core.request import FinishReason, Request, RequestId, SamplingParams
 from jdisagg.core.router_config import RouterConfig
-from jdisagg.core.worker_config import Role, TransferMode, WorkerConfig
+from jdisagg.core.worker_config import Role, Stages, TransferMode, WorkerConfig
 from tests.sim.cases import NATURAL, check_ended, definition, reasons, worker
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World
@@ -26,7 +26,7 @@ def clusters(draw: st.DrawFn) -> list[WorkerConfig]:
         "num_pages": draw(st.sampled_from([8, 9, 12, 20])),
         "page_size": 2,
         "max_model_len": LONGEST,
-        "num_microbatches": microbatches,
+        "decode": Stages(microbatches),
         "num_slots": microbatches * draw(st.integers(1, 2)),
         "prefill_buckets": draw(st.sampled_from([(4,), (4, 8), (16,)])),
         "table_buckets": (2, 4, 8),

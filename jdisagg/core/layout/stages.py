@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jdisagg.core.errors import MeshError
+from jdisagg.core.mesh_spec import MeshSpec, Role, WorkerMesh
 from jdisagg.core.model_config import AttentionOptions, ModelConfig
 
 Kind = tuple[bool, AttentionOptions]  # whether a layer has experts, and how it attends
@@ -125,3 +126,14 @@ def _supersequence(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
                 row.insert(0, min([one[i], *best[0][j]], [other[j], *row[0]], key=len))
         best.insert(0, row)
     return best[0][0]
+
+
+def cut_layers(model: ModelConfig, mesh: MeshSpec) -> tuple[range, ...]:
+    """Returns the layers of each decode stage. Raises MeshError."""
+    return ring_cut(model, mesh.decode_pp).runs if mesh.is_ring else split_layers(model, mesh.decode_pp)
+
+
+def own_layers(model: ModelConfig, decode_stages: tuple[range, ...], place: WorkerMesh) -> tuple[range, ...]:
+    """Returns the stages or layer groups of a worker beside decode workers with such stages. Raises MeshError."""
+    staged = place.role is Role.PREFILL and place.pp > 1
+    return split_prefill(model.num_layers, place.pp) if staged else decode_stages

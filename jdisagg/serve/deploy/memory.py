@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from jdisagg.core.errors import ConfigError, MeshError
 from jdisagg.core.hardware import GIB
 from jdisagg.core.layout.kv_layout import KVLayout
-from jdisagg.core.layout.stages import ring_cut, split_prefill
+from jdisagg.core.layout.stages import own_layers, ring_cut
 from jdisagg.core.mesh_spec import MeshSpec, Schedule, WorkerMesh
 from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.settings import Settings
-from jdisagg.core.worker_config import Role
 from jdisagg.model.draft_head import HeadConfig, head_bytes
 from jdisagg.model.weight_bytes import adapter_bytes, ring_shard_bytes, shard_bytes
 
@@ -109,12 +108,6 @@ def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longes
 
 def _has_draft(budget: Budget, place: WorkerMesh) -> bool:
     return place.role.decodes or budget.draft_kept
-
-
-def own_layers(model: ModelConfig, decode_stages: tuple[range, ...], place: WorkerMesh) -> tuple[range, ...]:
-    """Of the stages or layer groups of a worker beside decode workers with such stages. Raises MeshError."""
-    staged = place.role is Role.PREFILL and place.pp > 1
-    return split_prefill(model.num_layers, place.pp) if staged else decode_stages
 
 
 # Python's garbage collector in a process that serves.

@@ -51,7 +51,7 @@ def place_of(
 ) -> Place:
     """A worker whose pages lie in these groups of layers: each a stage, or all on one mesh. A draft's are none."""
     stages = tuple(each for each in groups if not each.draft)
-    if config.pipeline_stages == config.ring_stages == 1 and len(stages) > 1:
+    if config.pipeline_stages == config.decode.n == 1 and len(stages) > 1:
         layers = range(stages[0].layers.start, stages[-1].layers.stop)
         stages = (StageShape(layers, stages[0].tp, stages[0].page_size, stages[0].dtype),)
     return Place(config, stages, remote, leaving)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from jdisagg.core.default_sizes import sheet_of
+from jdisagg.core.default_sizes import Devices, sheet_of
 from jdisagg.core.errors import CheckpointError, FlagError
 from jdisagg.core.layout.kv_layout import DraftPages, KVLayout
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import Speculation
 from jdisagg.model.checkpoint import read_sharing_vocabulary
 from jdisagg.model.draft_head import HeadConfig, read_head
 from jdisagg.policy.draft_kv import DraftPrice, price_of
-from jdisagg.serve.deploy.chosen_sizes import Devices
 
 DRAFT_TOKENS = 3
 OWN, OWN_HEAD = "draft", "eagle"  # the draft and the head that lie with a model, in folders of these names
@@ -23,18 +23,6 @@ KINDS = ("ngram", "auto", "grammar", OWN, OWN_HEAD)
 HEADS = Path(__file__).parents[2] / "heads"  # of models that lie elsewhere, by how their names begin
 
 Draft = tuple[Path, ModelConfig | HeadConfig]
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """Tokens of a draft, 0 for none; whether they are guessed of any row's, or come of grammars alone; whether they are
-    verified only where that is faster; and the model that guesses them, "" where n-grams do, or the head."""
-
-    tokens: int = 0
-    guesses: bool = True
-    auto: bool = False
-    draft: str = ""
-    head: bool = False
 
 
 def read_speculation(said: str) -> Speculation:

@@ -248,8 +248,8 @@ class Decode:
     def step_s(self, batch: float) -> float:
         """Of one microbatch of `batch` sequences, through all stages; a turn of the longest dispatch, of one stage of
         the longest within the gap."""
-        active, turns = tuple(range(max(1, round(batch)))), self.config.decode_turns
-        if self.config.takes_turns:
+        active, turns = tuple(range(max(1, round(batch)))), self.config.decode.steps_per_dispatch
+        if self.config.is_multi_step:
             turns = max(1, min(turns, int(MOST_GAP_S / self._turn_s(active, 1))))
         return self._turn_s(active, turns)
 

@@ -261,6 +261,7 @@ def settings_of(candidate: Candidate, given: ClusterSpec) -> dict[str, Any]:
         "page_size": decode.page_size,
         "steps_in_flight": decode.steps_in_flight,
         "reserve_tokens": decode.reserve_tokens,
+        "mixed_steps": "on" if decode.mixed_steps else "off",
     }
     if candidate.kind is Kind.DISAGGREGATED:
         found["transfer"] = str(candidate.transfer)

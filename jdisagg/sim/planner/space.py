@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -14,8 +14,9 @@ from jdisagg.core.mesh_spec import MeshSpec, PoolSpec, Schedule, WorkerMesh
 from jdisagg.core.profile import Profile
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import Routing
+from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, TransferMode
-from jdisagg.sim.cluster_spec import ClusterSpec, CostOf, Sizes, Topology, cluster_spec
+from jdisagg.sim.cluster_spec import FREE_LINK, ClusterSpec, CostOf, PortOf, Topology, cluster_spec
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.measured import cluster_spec_of
 
@@ -223,30 +224,24 @@ def devices_of(pool: PoolSpec) -> int:
 class CandidateBuilder:
     """A worker's port is as wide as its devices' together. device_bytes_per_s: one way; 0: KV takes no time."""
 
-    sizes: Sizes
+    settings: Settings
     cost_of: CostOf
     device_bytes_per_s: float = 0.0
     inside_bytes_per_s: float = 0.0  # so, within a fast domain
 
     def build(self, candidate: Candidate) -> ClusterSpec:
         """Raises ConfigError where weights or a page have no room."""
-        sizes = replace(self.sizes, chunk_tokens=candidate.chunk_tokens, transfer=candidate.transfer)
+        mesh, tokens = candidate.mesh, candidate.chunk_tokens
+        settings = replace(self.settings, max_num_batched_tokens=tokens, transfer=candidate.transfer)
         if candidate.domain_devices:
-            topology = topology_of(paired(candidate.mesh, candidate.domain_devices), self.device_bytes_per_s)
-            given = cluster_spec(candidate.mesh, sizes, self.cost_of, hosts=topology)
-            return replace(
-                given, links=topology.links(self._ports(candidate, self.inside_bytes_per_s)), routing=PAIRING
-            )
-        ports = self._ports(candidate, self.device_bytes_per_s)
-        return replace(cluster_spec(candidate.mesh, sizes, self.cost_of), links=FairLinks(ports))
+            topology = topology_of(paired(mesh, candidate.domain_devices), self.device_bytes_per_s)
+            inside = self._ports(self.inside_bytes_per_s)
+            return replace(cluster_spec(mesh, settings, self.cost_of, inside, topology), routing=PAIRING)
+        return cluster_spec(mesh, settings, self.cost_of, self._ports(self.device_bytes_per_s))
 
-    def _ports(self, candidate: Candidate, device_bytes_per_s: float) -> dict[Hashable, float]:
-        return {
-            (way, place.worker): device_bytes_per_s * len(place.device_ids)
-            for place in candidate.mesh.workers()
-            for way in ("out", "in")
-            if device_bytes_per_s
-        }
+    def _ports(self, device_bytes_per_s: float) -> PortOf:
+        """Returns a worker's port: that of its devices together."""
+        return lambda place: device_bytes_per_s * len(place.device_ids) if device_bytes_per_s else FREE_LINK
 
     def half_the_link(self) -> CandidateBuilder:
         return replace(self, device_bytes_per_s=self.device_bytes_per_s / 2)

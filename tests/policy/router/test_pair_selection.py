@@ -233,7 +233,7 @@ def test_of_many_nobody_is_taken_who_costs_more_than_the_least_loaded_that_was_w
     for peer in router.peers.values():
         peer.prompt_tokens = float(draw.randrange(30))
     row = RequestState(asked, order_of(asked), Ledger(), math.inf)
-    full = router.routes._choice(router.peers.values(), row, 0.0, (False, None))
+    full = router.routes._choice(router.peers.values(), row, 0.0, False)
     sampled = router.routes.sample.next_few()
     assert sampled is not None
     router.routes.sample._next -= WEIGHED

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.router_config import Routing
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import Role, Stages, WorkerConfig
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.app import create_app
@@ -53,7 +53,7 @@ class Teller(SlowToy):
 
 def worker(name: str, role: Role) -> WorkerConfig:
     config = replace(worker_config(name, role, PAGES), max_model_len=LONGEST, layer_groups=((0, 3), (3, 6)))
-    return replace(config, num_microbatches=2 if role is Role.DECODE else 1)
+    return replace(config, decode=Stages(2 if role is Role.DECODE else 1))
 
 
 CONFIGS = [worker(f"{role.value}-{index}", role) for role in (Role.PREFILL, Role.DECODE) for index in range(2)]

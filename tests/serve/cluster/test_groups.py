@@ -28,7 +28,7 @@ LONG = [{"temperature": 0, "max_tokens": 200, "ignore_eos": True, "prompt": each
 SILENCE_S = 8.0  # as `Cluster.start_group` has it
 MESH = "prefill:tp2,decode:tp2"
 RING = "prefill:tp2,decode:ring2"
-TURNS = ("--decode_turns=4",)  # of a ring: several tokens of a stream a dispatch
+TURNS = ("--multi_step=4",)  # of a ring: several tokens of a stream a dispatch
 
 
 class Stack:

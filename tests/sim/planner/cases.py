@@ -9,7 +9,7 @@ import numpy as np
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
-from jdisagg.sim.cluster_spec import Sizes
+from jdisagg.sim.cluster_spec import plain_settings
 from jdisagg.sim.cost_models import Contexts, Times
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.search import Effort, Search
@@ -62,7 +62,7 @@ def problem(
 
     lengths = read_workload(text)
     longest = int((lengths.input_tokens + lengths.output_tokens).max())
-    builder = CandidateBuilder(Sizes(longest, num_slots=64), cost_of, device_bytes_per_s)
+    builder = CandidateBuilder(plain_settings(longest, max_num_seqs=64), cost_of, device_bytes_per_s)
     return Problem(Workload(lengths), objectives, builder.build, devices)
 
 

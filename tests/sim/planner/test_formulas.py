@@ -59,7 +59,7 @@ def test_a_policy_holds_what_was_simulated_and_only_settings_there_are():
     found = tomllib.loads(text)
     assert text.startswith("# because\n")
     assert found["mesh"] == {"mesh": "prefill:tp1,decode:pp2"} and found["transfer"] == {"transfer": "layer"}
-    assert found["sizes"]["max_num_seqs"] == 128 and found["sizes"]["max_num_batched_tokens"] == 512
+    assert found["sizes"]["max_num_seqs"] == 64 and found["sizes"]["max_num_batched_tokens"] == 512
     assert "transfer" not in settings_of(candidate("colocated:tp1"), build(candidate("colocated:tp1")))
     with pytest.raises(ConfigError, match="no setting slots"):
         as_policy({"slots": 1}, [])

@@ -7,7 +7,7 @@ import pytest
 from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.sim.cluster_spec import Sizes, published
+from jdisagg.sim.cluster_spec import plain_settings, published
 from jdisagg.sim.planner.limits import Arithmetic
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.search import Effort, try_rate
@@ -59,7 +59,7 @@ def test_only_placements_that_fit_the_domains_there_are_are_tried():
 
 def opt_66b(device_bytes_per_s: float, text: str = "mix:512+200") -> Problem:
     lengths = read_workload(text)
-    builder = CandidateBuilder(Sizes(2048), published("opt-66b"), device_bytes_per_s, NVLINK)
+    builder = CandidateBuilder(plain_settings(2048), published("opt-66b"), device_bytes_per_s, NVLINK)
     return Problem(Workload(lengths), Objectives(2.5, 0.15), builder.build, NODE)
 
 
@@ -98,7 +98,7 @@ def test_a_part_of_a_placement_still_pairs():
 
 
 def test_within_a_domain_kv_crosses_no_uplink():
-    builder = CandidateBuilder(Sizes(1200), lambda place: (LINES, 10_000), 5.0, 100.0)
+    builder = CandidateBuilder(plain_settings(1200), lambda place: (LINES, 10_000), 5.0, 100.0)
     links = builder.build(Candidate(MeshSpec.parse("prefill:2xtp1,decode:2xtp1"), 512, domain_devices=2)).links
     for destination, seconds in (("decode-0", 1.0), ("decode-1", 10.0)):
         links.start(destination, (("out", WorkerId("prefill-0")), ("in", WorkerId(destination))), 100.0, 0.0)

@@ -1,4 +1,4 @@
-"""The programs of several turns, declared: each as the single step of the same slots, whose layers it runs."""
+"""Declared programs of several decode steps: each like the single step of the same slots, whose layers it runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jdisagg.engine.declaration import DeclaredProgram, logit_bytes, whole
+from jdisagg.engine.multi_step import MultiStepPrograms
+from jdisagg.engine.multi_step_rows import Slots
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, SamplingMetadata
-from jdisagg.engine.turn_steps import TurnPrograms
-from jdisagg.engine.turns import Slots
 
 
-def declared_turns(turns: TurnPrograms, step: DeclaredProgram) -> list[DeclaredProgram]:
-    """Of each kind of draw; step: the declared program of one turn."""
+def declared_multi_step(turns: MultiStepPrograms, step: DeclaredProgram) -> list[DeclaredProgram]:
+    """Returns a program for each kind of sampling; step: the declared program of one decode step."""
     table, state, _ = step.batch
     slots, submesh = state.shape[1], turns.group.submesh
     metadata = (slots, INT_COLUMNS), (slots, FLOAT_COLUMNS)

@@ -1,8 +1,8 @@
-"""Several turns of every slot in one dispatch: what such a program is told, draws and makes, and the host's part of it.
+"""Several decode steps of every slot in one dispatch: the inputs and results of such a program, and the host's part.
 
-A turn is a step whose tokens are drawn on the devices and fed by them. A slot takes no more of them than it may, and
-none behind its stop token; the turns of a ring go round its stages (`ring.py`), those of a worker that is one stage
-follow each other in a loop around its layers (`turn_steps.py`).
+Tokens are sampled and fed back on the devices. A slot takes at most the steps it may, and none after its stop token.
+The steps of a ring go round its stages (`ring.py`); those of a worker of one stage follow each other in a loop around
+its layers (`multi_step.py`).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class SentWidths:
 
 
 @dataclass(frozen=True)
-class PendingTurns:
-    """A dispatch on its way; see `executor.PendingStep`."""
+class PendingMultiStep:
+    """A dispatch whose tokens are not read yet; see `executor.PendingStep`."""
 
     step_id: int
     plan: DecodeRows

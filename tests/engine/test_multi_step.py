@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.core.model_config import Experts
 from jdisagg.core.request import SamplingParams
-from jdisagg.core.worker_config import Role
+from jdisagg.core.worker_config import Role, Stages
 from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.sources import RandomSource
@@ -38,7 +38,7 @@ SAMPLED = [SamplingParams(temperature=1.1, seed=9 + n, top_k=5 * n, min_p=0.01 *
 
 @cache
 def machine(tp: int = 1) -> MeshExecutor:
-    found = open_machine(Role.DECODE, (range(4),), jax.devices()[8 - tp :], decode_turns=TURNS)
+    found = open_machine(Role.DECODE, (range(4),), jax.devices()[8 - tp :], decode=Stages(1, TURNS))
     found.warm()
     prefill_machine(1).warm(peers=[found])
     return found
@@ -98,7 +98,7 @@ def test_turns_count_what_their_experts_are_sent():
     source, counts = RandomSource(config, 3), []
     prefill = open_machine(Role.PREFILL, (range(4),), jax.devices()[:1], config, source)
     for turns in (1, TURNS):
-        one = open_machine(Role.DECODE, (range(4),), jax.devices()[7:], config, source, decode_turns=turns)
+        one = open_machine(Role.DECODE, (range(4),), jax.devices()[7:], config, source, decode=Stages(1, turns))
         rows = tokens_of(generate(prefill, one, PROMPTS, 2 * TURNS, [GREEDY] * len(PROMPTS)))
         counts.append((rows, one.expert_loads[0].totals()[0].tolist()))
     assert counts[0] == counts[1]
@@ -106,7 +106,7 @@ def test_turns_count_what_their_experts_are_sent():
 
 @cache
 def choosing_machine() -> MeshExecutor:
-    sizes = {"decode_turns": TURNS, "draft_tokens": 3, "draft_auto": True}
+    sizes = {"decode": Stages(1, TURNS), "draft_tokens": 3, "draft_auto": True}
     found = open_machine(Role.DECODE, (range(4),), jax.devices()[7:], **sizes)
     found.warm()
     prefill_machine(1).warm(peers=[found])

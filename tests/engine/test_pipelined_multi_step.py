@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.request import RequestId, Sampled, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows, PageGrant, Read
-from jdisagg.engine.joint_turns import JointSteps, PendingJoint, single_steps
+from jdisagg.engine.pipelined_multi_step import PendingPipelinedMultiStep, PipelinedMultiStep, single_steps
 
 
 def order(steps: tuple[DecodeRows, ...]) -> list[tuple[int, tuple[int, ...]]]:
@@ -53,7 +53,7 @@ def test_rows_that_a_grammar_forces_keep_their_widths_in_one_step():
 
 
 def test_rows_that_repeat_are_taken_apart_once_and_their_turns_are_one_object():
-    joint, rows = JointSteps(2, 2), turns(3, 3, 3, 3)
+    joint, rows = PipelinedMultiStep(2, 2), turns(3, 3, 3, 3)
     steps = joint.of(rows)
     assert joint.of(rows) is steps
     assert steps[0] is steps[2] is steps[4] and steps[1] is steps[3]
@@ -85,6 +85,6 @@ class Told:
 
 def test_what_a_row_drew_turn_by_turn_is_told_together_and_one_that_masked_itself_tells_nothing():
     steps = [Told((0, 5), (1, None)), Told((2, 6)), Told((0, 7), (1, None)), Told((2, None))]
-    done = PendingJoint(3, turns(2, 2, 2), steps, ()).read()
+    done = PendingPipelinedMultiStep(3, turns(2, 2, 2), steps, ()).read()
     assert done.step_id == 3
     assert done.decode == ((0, (Sampled(5), Sampled(7))), (1, None), (2, (Sampled(6),)))

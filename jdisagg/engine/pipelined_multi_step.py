@@ -1,10 +1,9 @@
-"""Turns of stages that every slot goes round in: a step of all slots, taken as single steps of one microbatch after
-the other, all dispatched before any is read.
+"""Several decode steps of several stages in one dispatch: a step of all slots, run as single steps of one microbatch
+after the other, all dispatched before any is read.
 
-What is drawn enters the first stage again on the devices, and while one microbatch is at a stage the others are at the
-other ones, so that no stage waits for the host or for another turn. Programs are those of single steps, and each turn
-draws whatever they draw; a row that may draw no more is masked from its next turn on, and one that drew its stop token
-has masked itself.
+A sampled token enters the first stage again on the devices. While one microbatch is at a stage the others are at the
+other ones, so no stage waits for the host. Programs are those of single steps, so every kind of sampling takes part. A
+row that has all its tokens is masked from the next step on, and a row that sampled its stop token masks itself.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from jdisagg.engine.expert_load import ExpertLoad
 
 
 def single_steps(rows: DecodeRows, batches: int, size: int) -> tuple[DecodeRows, ...]:
-    """Those of `batches` microbatches of `size` slots that make up a step of all slots, in the order of their dispatch.
+    """Returns the single steps of `batches` microbatches of `size` slots that make up a step of all slots, in the order
+    of their dispatch.
 
-    What changes goes with a microbatch's first one, also where it has no active slot. Turns that are alike are one
-    object: nothing is found anew for them.
+    Changes go with a microbatch's first step, even if it has no active slot. Equal steps are one object, so that
+    nothing is computed again for them.
     """
     firsts = [_of_batch(rows, batch, range(batch * size, (batch + 1) * size)) for batch in range(batches)]
     rounds = [[first for first in firsts if first.active or _changes(first)]]
@@ -55,7 +55,7 @@ def _of_batch(rows: DecodeRows, batch: int, slots: range) -> DecodeRows:
 
 
 def _next_turn(before: DecodeRows, drawing: set[int]) -> DecodeRows:
-    """A microbatch's, in which nothing changes but who draws no more."""
+    """Returns a microbatch's next step, in which only rows that have all their tokens drop out."""
     active = tuple(slot for slot in before.active if slot in drawing)
     if active == before.active and not _changes(before):
         return before
@@ -68,7 +68,7 @@ def _changes(rows: DecodeRows) -> bool:
     return bool(rows.admit or rows.grants or rows.retire or rows.read)
 
 
-class JointSteps:
+class PipelinedMultiStep:
     """The single steps of the rows that were run last: rows that repeat are one object, and taken apart once."""
 
     def __init__(self, batches: int, size: int) -> None:
@@ -82,8 +82,8 @@ class JointSteps:
 
 
 @dataclass(frozen=True)
-class PendingJoint:
-    """A step of all slots on its way; see `executor.PendingStep`."""
+class PendingPipelinedMultiStep:
+    """A step of all slots that was dispatched; see `executor.PendingStep`."""
 
     step_id: int
     plan: DecodeRows

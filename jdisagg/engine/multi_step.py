@@ -1,7 +1,7 @@
-"""Decode turns of a worker that is one stage: its layers and its draws in one program, in a loop of several turns.
+"""Several decode steps of a worker of one stage in one dispatch: a loop around its layers and its sampling.
 
-Nothing of a turn is known to the host before the last one is over, so that none depends on it: rows with a grammar,
-penalties or logprobs take single steps (`policy/scheduler.py`). Layers and drawing are those of single steps.
+The host learns the tokens when the last step has ended, so no step may depend on it: rows with a grammar, penalties or
+logprobs take single steps (`policy/scheduler.py`). Layers and sampling are those of single steps.
 """
 
 from __future__ import annotations
@@ -18,15 +18,24 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.decode import MASKED, Microbatch
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup, LayerGroupPrograms
+from jdisagg.engine.multi_step_rows import (
+    DRAWN,
+    PLAIN,
+    Drawn,
+    PendingMultiStep,
+    SentWidths,
+    Slots,
+    draw_left,
+    with_left,
+)
 from jdisagg.engine.sampling import SamplingMetadata
-from jdisagg.engine.turns import DRAWN, PLAIN, Drawn, PendingTurns, SentWidths, Slots, draw_left, with_left
 from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.parallel.submesh import WHOLE, Program
 from pallas_kernels.wire_format import Pool
 
 
 class Carry(NamedTuple):
-    """From turn to turn, on one shard."""
+    """The loop's state between two steps, on one shard."""
 
     pools: list[Pool]
     state: Array  # i32[4, S]
@@ -35,8 +44,8 @@ class Carry(NamedTuple):
     load: list[Array]  # i32[layers with experts, experts], where there are any
 
 
-class TurnPrograms:
-    """A program for each kind of draw, whether or not weights and pages exist."""
+class MultiStepPrograms:
+    """The programs for each kind of sampling, whether or not weights and pages exist."""
 
     def __init__(self, group: LayerGroupPrograms, most: int) -> None:
         assert group.is_first and group.is_last, "the turns of several stages go round, see `ring.py`"
@@ -79,16 +88,16 @@ class TurnPrograms:
         )
 
 
-class TurnSteps(TurnPrograms):
-    """Of a worker whose weights are loaded and whose pages are allocated."""
+class MultiStep(MultiStepPrograms):
+    """The programs of a worker whose weights are loaded and whose pages are allocated."""
 
     def __init__(self, group: LayerGroup, config: WorkerConfig) -> None:
-        super().__init__(group, config.decode_turns)
+        super().__init__(group, config.decode.steps_per_dispatch)
         self._held = group
         self._widths = SentWidths(config.num_slots, group.submesh.put)
         self._metadata: tuple[SamplingMetadata, SamplingMetadata] | None = None  # where it is drawn, and on all shards
 
-    def run(self, step_id: int, plan: DecodeRows, batch: Microbatch) -> PendingTurns:
+    def run(self, step_id: int, plan: DecodeRows, batch: Microbatch) -> PendingMultiStep:
         """Dispatches the turns of a microbatch that knows what the plan changes."""
         asked = batch.asked(plan.active)
         kind = PLAIN if asked.plain else DRAWN
@@ -97,7 +106,7 @@ class TurnSteps(TurnPrograms):
         drawn.tokens.copy_to_host_async()
         load = self._held.load
         counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ((load, load.taken()),) if self._held.sparse else ()
-        return PendingTurns(step_id, plan, drawn, asked.wanted, counts)
+        return PendingMultiStep(step_id, plan, drawn, asked.wanted, counts)
 
     def _dispatch(self, kind: str, slots: Slots) -> Drawn:
         kv = self._held.kv
