@@ -64,7 +64,7 @@ def turning(**sizes: Any) -> list[WorkerConfig]:
 def choosing(**sizes: Any) -> list[WorkerConfig]:
     """Of one stage that takes several turns a step, or verifies drafts where those are faster: a model's, for what is
     taken of a toy's follows from no text."""
-    drafts = {"draft_tokens": 3, "draft_auto": True, "draft_ngrams": False}
+    drafts = {"draft_tokens": 3, "draft_auto": True}
     return colocated(**{"decode_turns": 3, **drafts, **sizes, "num_microbatches": 1})
 
 

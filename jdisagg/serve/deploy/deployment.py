@@ -152,7 +152,7 @@ def drafts_of(speculation: Speculation, longest: int, *, ring: bool) -> dict[str
     """What guesses, when, and what it reads first: a model of its own alone reads tokens."""
     reads = min(DRAFT_READS, longest) if speculation.draft and not speculation.head else 0
     auto = speculation.auto and not ring
-    said = {"guesses": speculation.guesses, "draft_auto": auto, "draft_ngrams": not speculation.draft}
+    said = {"guesses": speculation.guesses, "draft_auto": auto}
     return said | {"draft_reads": reads}
 
 
