@@ -27,9 +27,9 @@ from jdisagg.policy.decode_sequence import DecodeSequence
 
 THRESHOLD = 1.03  # tokens per second with drafts over those without, from which drafts are verified
 ALLOWED_LOSS = 0.015  # share of the time of plain steps that drafts may lose
-FIRST_BUDGET, MAX_BUDGET = 3.0, 6.0  # plain steps that may be lost at the start, and that may be saved up
+FIRST_BUDGET, MAX_BUDGET = 5.0, 6.0  # plain steps that may be lost at the start, and that may be saved up
 MAX_READ_BUDGET = 64.0  # plain steps that may be saved up for a probe that has to read a prompt first
-MAX_DEBT = 64.0  # plain steps that are paid back after a loss: a longer one was a pause of the host
+MAX_DEBT = 16.0  # plain steps that are paid back after a loss: a longer one was a pause of the host
 PROBE_RESERVE = 1.0  # plain steps that a probe leaves in the budget, for the drafts that follow a good one
 REMEASURE_STEPS = 64  # verification steps in a row, after which a plain step is measured again
 REST_TOKENS = 4  # tokens per sequence for which drafts are not considered after they did not pay
@@ -109,12 +109,13 @@ class StepClock:
     def verify_s(self, drafts: int, table_pages: int, plain_s: float) -> float:
         """Returns the seconds of a step that verifies so many draft tokens per row, beside a plain step of `plain_s`.
         Before two were measured: by the ratio at another table width, else by the next shorter length, else as if
-        each two draft tokens took a plain step; the only time measured counts where it is shorter."""
+        each two draft tokens took a plain step; the only time measured counts where it is shorter. A step is never
+        assumed to take more than a plain step for each row and for each draft token: more is other load on the host."""
         found = self._measured(StepKind(drafts, table_pages))
-        if found is not None:
-            return found
-        guess_s = self._estimated(drafts, table_pages, plain_s)
-        return min([guess_s, *self._times.get(StepKind(drafts, table_pages), ())])
+        if found is None:
+            guess_s = self._estimated(drafts, table_pages, plain_s)
+            found = min([guess_s, *self._times.get(StepKind(drafts, table_pages), ())])
+        return min(found, (1 + 2 * drafts) * plain_s)
 
     def knows(self, drafts: int) -> bool:
         """Returns whether steps of this draft length were measured not long ago, at whatever table width."""
@@ -135,7 +136,7 @@ class StepClock:
     def _estimated(self, drafts: int, table_pages: int, plain_s: float) -> float:
         ratios = self._ratios(drafts)
         if ratios:
-            return plain_s * max(ratios)
+            return plain_s * min(ratios)
         for kind in sorted(self._times, reverse=True):
             found = self._measured(kind)
             if 0 < kind.drafts < drafts and kind.table_pages == table_pages and found is not None:
@@ -394,7 +395,7 @@ class DraftController:
         self, rows: Sequence[DraftRow], best: DraftPlan | None, table_pages: int, plain_s: float
     ) -> DraftPlan | None:
         """Returns a step that measures, where the budget has room for one: of the shortest length that was never
-        measured and might be faster than `best`, else, where no length pays, of the shortest. It reads at most one
+        measured and might be faster than `best`, else, where no length pays, of the cheapest. It reads at most one
         sequence."""
         drafted = [row for row in rows if row.rate]
         reader = min(drafted, key=lambda row: row.read_s)
@@ -405,9 +406,10 @@ class DraftController:
             for size in self.sizes
             if not self.clock.knows(size) and tokens[size] > least * self.clock.least_s(size, table_pages, plain_s)
         )
-        size = next(unmeasured, 0 if best else self.sizes[0])
-        if not size:
+        size = next(unmeasured, 0)
+        if not size and best:
             return None
+        size = size or self._cheapest_probe(table_pages, plain_s)
         stake = self._stake(size, table_pages, plain_s, reads=False)
         chunks = reader.read_s / self.clock.read_s(plain_s)
         needed = PROBE_RESERVE + stake + (chunks + 1) * stake * (chunks > 0) + reader.read_s / plain_s
@@ -416,6 +418,12 @@ class DraftController:
             return None
         readers = frozenset({reader.owner}) if reader.read_s else frozenset[Attempt]()
         return DraftPlan(size, tokens[size], self.clock.verify_s(size, table_pages, plain_s), readers)
+
+    def _cheapest_probe(self, table_pages: int, plain_s: float) -> int:
+        """Returns the measured length that risks least per draft token; the shortest before any was measured."""
+        known = [size for size in self.sizes if self.clock.knows(size)]
+        stakes = {size: self._stake(size, table_pages, plain_s, reads=False) / size for size in known}
+        return min(known, key=stakes.__getitem__, default=self.sizes[0])
 
     def _stake(self, drafts: int, table_pages: int, plain_s: float, *, reads: bool) -> float:
         """Returns the plain steps that are lost if no draft token is accepted."""
