@@ -38,7 +38,7 @@ SEQUENCE_MEMORY, WORKER_MEMORY = 0.92, 0.97  # of a moving mean, weight of the p
 PRIOR_WEIGHT = 4.0  # draft tokens of its own that weigh as much as the worker's mean
 MIN_CHANCE = 0.02  # chance of being accepted below which a sequence's draft ends
 KEPT_TIMES = 9  # last times of each kind of step; their lower quartile counts: other load on the host only adds
-STALE_STEPS = 400  # measured steps after which a draft length is measured anew if it might be the fastest
+STALE_STEPS = 100  # measured steps after which a draft length is measured anew if it might be the fastest
 MIN_STEP_S = 1e-9  # a simulated clock may stand still during a step
 
 
