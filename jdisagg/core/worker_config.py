@@ -113,7 +113,6 @@ class WorkerConfig:
     draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
     forced_tokens: int = 0  # without drafts: rows of a step beside its slots', for what grammars force; 0: none
     guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
-    draft_ngrams: bool = True  # guessed from tokens that stood there before; else by a model
     draft_reads: int = 0  # tokens that a draft model reads between two steps, where one guesses
     draft_layers: int = 0  # of a draft model, numbered behind the model's, whose KV goes where the model's does
     draft_auto: bool = False  # only where that is thought to be faster than a token a step
@@ -439,7 +438,6 @@ def _draft_fields(settings: Settings, sizes: WorkerSizes, *, is_ring: bool) -> d
         "forced_tokens": 0 if is_ring or tokens or not sizes.has_grammars else settings.forced_tokens,
         "guesses": drafts.guesses,
         "draft_auto": drafts.auto and not is_ring,
-        "draft_ngrams": not drafts.draft,
         "draft_reads": min(DRAFT_READS, sizes.max_model_len) if drafts.draft and not drafts.head else 0,
         "draft_layers": sizes.draft_layers,
     }

@@ -1,7 +1,7 @@
-"""What may follow a sequence's end, guessed from what followed where it stood before: on the host.
+"""N-gram drafts on the host: the tokens that followed the last earlier place with the same last tokens.
 
-For rows whose tokens the host knows before the step. `drafting.guessed` is the same of rows whose tokens it does not,
-and `policy/shadow_drafts.py` of rows that are not guessed at all, to see what guesses would have come to.
+They are for rows whose tokens the host knows before the step; `drafting.guessed` drafts the same on the device for rows
+whose tokens it does not know yet.
 """
 
 from __future__ import annotations

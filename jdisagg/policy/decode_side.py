@@ -14,8 +14,6 @@ from jdisagg.core.messages import Ack, Commit, Preempted
 from jdisagg.core.request import Attempt
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.decode_sequence import DecodeSequence, Step, admitted
-from jdisagg.policy.draft_choice import DraftChoice
-from jdisagg.policy.draft_reading import UnreadTokens
 from jdisagg.policy.early_admission import EarlyAdmission
 from jdisagg.policy.handoff import Signal, State
 from jdisagg.policy.outbox import Outbox
@@ -23,6 +21,7 @@ from jdisagg.policy.page_pool import PageState
 from jdisagg.policy.planning import full_tokens, tail_tokens
 from jdisagg.policy.shared_pages import NOTHING, SharedPages
 from jdisagg.policy.slots import Slots
+from jdisagg.policy.speculation import make_draft_controller
 from jdisagg.policy.turns import TurnTimes
 
 
@@ -36,7 +35,7 @@ class DecodeSide:
         self.sequences: dict[Attempt, DecodeSequence] = {}
         self.steps: dict[int, Step] = {}
         self._ready: list[DecodeSequence] = []  # admitted, waiting for a slot, in order
-        self.draft_choice, self.turn_times = choice_of(config), TurnTimes(config)
+        self.draft_controller, self.turn_times = make_draft_controller(config), TurnTimes(config)
         self.ahead = EarlyAdmission(config, self.slots, self.steps, out)
         self._drained: set[Attempt] = set()  # whose last step is dispatched: they take no slot any more
 
@@ -111,8 +110,8 @@ class DecodeSide:
         if sequence is None or not sequence.handoff.can_take(signal):
             return False
         self._drained.discard(owner)
-        if self.draft_choice is not None:
-            self.draft_choice.forget(sequence)
+        if self.draft_controller is not None:
+            self.draft_controller.forget(sequence)
         good = good and (admitted(sequence) or signal is Signal.RELEASE)
         sequence.handoff.take(signal)
         del self.sequences[owner]
@@ -192,12 +191,3 @@ class DecodeSide:
         if self.config.has_tiers and admitted(sequence) and sequence.pages:
             names = self.shared.names_with(sequence.asked, sequence.tail, sequence.output[:-1])
             self.shared.parking(names, sequence.pages[: len(names)])
-
-
-def choice_of(config: WorkerConfig) -> DraftChoice | None:
-    """None where drafts are verified wherever a row may be wider than a token."""
-    if not (config.draft_auto and config.draft_sizes):
-        return None
-    turns, late = config.decode.steps_per_dispatch, (config.steps_in_flight - 1) * config.decode.steps_per_dispatch
-    unread = UnreadTokens.of(config)
-    return DraftChoice(config.draft_sizes, by_ngrams=config.draft_ngrams, most_turns=turns, late=late, unread=unread)

@@ -28,24 +28,26 @@ Row = tuple[int, DecodeSequence]  # its slot, and who sits there
 
 
 def left_of(sequence: DecodeSequence) -> int:
-    """Tokens that its next step may draw at most: none where those in flight, were all accepted, would be its last."""
+    """Returns the most tokens that the next step may draw: 0 if those in flight may already be the last ones."""
     return sequence.sampling.max_tokens - sequence.dispatched
 
 
-def drafted(sequence: DecodeSequence, config: WorkerConfig) -> bool:
-    """Whether its rows may verify drafts."""
+def may_have_drafts(sequence: DecodeSequence, config: WorkerConfig) -> bool:
+    """Returns whether rows of the sequence may verify draft tokens or forced ones."""
     guesses = config.guesses and config.draft_tokens > 0
     return sequence.sampling.speculative and (guesses or bool(sequence.sampling.grammar))
 
 
 def draft_widths(sequences: Sequence[DecodeSequence], most: int, decode_side: DecodeSide) -> tuple[int, ...]:
-    """Tokens that the rows of a step may draw which verifies drafts: no more than their own drafts have come to."""
-    choice, config = decode_side.draft_choice, decode_side.config
-    wanted = [choice.width(sequence, most) if choice else most for sequence in sequences]
+    """Returns the tokens that each row of a verification step may draw, by the acceptance rate of its sequence."""
+    controller, config = decode_side.draft_controller, decode_side.config
+    wanted = [controller.width(sequence, most) if controller else most for sequence in sequences]
     rows = zip(sequences, wanted, strict=True)
-    widths = tuple(min(width, left_of(sequence)) if drafted(sequence, config) else 1 for sequence, width in rows)
-    if choice is not None:
-        choice.formed(sequences, widths)
+    widths = tuple(
+        min(width, left_of(sequence)) if may_have_drafts(sequence, config) else 1 for sequence, width in rows
+    )
+    if controller is not None:
+        controller.on_formed(sequences, widths)
     return widths
 
 
@@ -107,8 +109,8 @@ class Scheduler:
         plan = StepPlan(step_id, rows, chunks)
         assert plan.num_rows <= self.config.step_tokens, f"{plan.num_rows} rows are over the budget of a step"
         self.out.put(RunStep(plan, ships))
-        if self.decode_side.draft_choice is not None:
-            self.decode_side.draft_choice.dispatched(plan, now_s)
+        if self.decode_side.draft_controller is not None:
+            self.decode_side.draft_controller.on_dispatched(plan, now_s)
         if rows is not None:
             self.decode_side.turn_times.dispatched(step_id, rows, now_s)
             self._book(step_id, rows, chunks)
@@ -134,8 +136,8 @@ class Scheduler:
         """Dispatches another of these."""
         plan = StepPlan(step_id := self.new_step_id(), steady.rows)
         self.out.put(RunStep(plan))
-        if self.decode_side.draft_choice is not None:
-            self.decode_side.draft_choice.dispatched(plan, now_s)
+        if self.decode_side.draft_controller is not None:
+            self.decode_side.draft_controller.on_dispatched(plan, now_s)
         self.slots.begin_step(steady.rows.microbatch)
         self.decode_side.turn_times.dispatched(step_id, steady.rows, now_s)
         self.decode_side.steps[step_id] = steady.step
@@ -155,7 +157,7 @@ class Scheduler:
         self._moment = moment_of(self.decode_side, microbatch, prompts=prompts)
         if steady is None or (prompts and self.config.mixed_steps) or not steady.goes_on(self._moment):
             return self._rows(microbatch)
-        if self.decode_side.draft_choice and self._drafts(steady.step.sequences.values(), steady.rows.num_turns):
+        if self.decode_side.draft_controller and self._drafts(steady.step.sequences.values(), steady.rows.num_turns):
             return self._rows(microbatch)
         return steady
 
@@ -197,7 +199,7 @@ class Scheduler:
         return left_of(sequence) > 0 and not (sequence.sampling.synchronous and sequence.in_flight)
 
     def _most(self, seated: Sequence[DecodeSequence]) -> tuple[bool, int]:
-        """Whether the next step verifies drafts, and tokens that one of its rows may draw: of a draft, or of turns."""
+        """Returns whether the next step verifies drafts, and the most tokens that one of its rows may draw."""
         turns = self._turns(seated) if self.config.decode.steps_per_dispatch > 1 else 1
         drafts = self._drafts(seated, turns)
         return drafts > 0, 1 + drafts if drafts else turns
@@ -220,11 +222,15 @@ class Scheduler:
         return turns if wanted <= self.shared.available else 1
 
     def _drafts(self, seated: Collection[DecodeSequence], turns: int) -> int:
-        """Tokens of the drafts that the next step verifies, which else takes so many turns; 0: none."""
-        choice, most = self.decode_side.draft_choice, self.config.tokens_ahead
-        if not most or (choice and choice.rests()) or not any(drafted(sequence, self.config) for sequence in seated):
+        """Returns the draft length of the next step, 0 for a plain dispatch of `turns` steps."""
+        controller, most = self.decode_side.draft_controller, self.config.tokens_ahead
+        if not most or (controller and controller.is_resting()):
             return 0
-        return most if choice is None else choice.drafts([*seated], self._table_pages(seated, 1 + most), turns)
+        if not any(may_have_drafts(sequence, self.config) for sequence in seated):
+            return 0
+        if controller is None:
+            return most
+        return controller.choose_length([*seated], self._table_pages(seated, 1 + most), turns)
 
     def _table_pages(self, sequences: Iterable[DecodeSequence], most: int) -> int:
         longest = max(self._end_of(sequence, most) for sequence in sequences)

@@ -22,9 +22,9 @@ class StepResults:
         step = self.decode_side.steps.pop(event.step_id)
         self.decode_side.slots.end_step(step.microbatch)
         self.decode_side.turn_times.done(event.step_id, now_s)
-        choice = self.decode_side.draft_choice
-        if choice is not None:
-            choice.done(event.step_id, [len(drawn) for _, drawn in event.decode if drawn], now_s)
+        controller = self.decode_side.draft_controller
+        if controller is not None:
+            controller.on_done(event.step_id, [len(drawn) for _, drawn in event.decode if drawn], now_s)
         draws: list[TokenDelta] = []
         first_steps = 0
         over: list[tuple[DecodeSequence, FinishReason]] = []
@@ -35,8 +35,8 @@ class StepResults:
             assert drawn, f"slot {slot} masked itself though its sequence goes on"
             first_steps += self._first_step(sequence, now_s)
             kept, reason = self._until_end(sequence, drawn)
-            if choice is not None and not step.turns:
-                choice.read(sequence, step.widths[slot], len(drawn))
+            if controller is not None and not step.turns:
+                controller.on_row_read(sequence, step.widths[slot], len(drawn))
             sequence.read(step.widths[slot], step.least(slot), len(drawn))
             if kept:
                 index = sequence.num_output + len(sequence.output)
@@ -77,8 +77,8 @@ class StepResults:
         step = self.decode_side.steps.pop(step_id)
         self.decode_side.slots.end_step(step.microbatch)
         self.decode_side.turn_times.failed(step_id)
-        if self.decode_side.draft_choice is not None:
-            self.decode_side.draft_choice.failed(step_id)
+        if self.decode_side.draft_controller is not None:
+            self.decode_side.draft_controller.on_failed(step_id)
         self.decode_side.slots.retire_again(step.microbatch, step.retired)
         for sequence in step.sequences.values():
             if self.decode_side.end(sequence.owner, Signal.ABORT):

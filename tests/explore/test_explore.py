@@ -174,7 +174,7 @@ def test_rows_as_wide_as_a_draft_go_through_a_fault(fault, also, longest):
 @pytest.mark.slow
 def test_rows_that_are_wide_only_where_it_pays_answer_all():
     requests = [request(1, max_tokens=4), request(2, max_tokens=3)]
-    scene = colocated(2, 1, requests=requests, draft_tokens=1, draft_auto=True, draft_ngrams=False, **MIXED)
+    scene = colocated(2, 1, requests=requests, draft_tokens=1, draft_auto=True, **MIXED)
     assert endings(whole(scene)) == {"length"}
 
 

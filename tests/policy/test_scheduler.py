@@ -101,7 +101,7 @@ def test_rows_of_a_mixed_step_may_draw_drafts_and_so_may_rows_with_penalties():
 def test_a_worker_that_chooses_begins_with_steps_of_one_token_and_verifies_drafts_where_they_are_faster():
     """A step takes as long here whatever its rows draw, and what is taken of drafts follows from no text."""
     world, asked = (
-        World(pair(draft_tokens=3, draft_auto=True, draft_ngrams=False, num_pages=96)),
+        World(pair(draft_tokens=3, draft_auto=True, num_pages=96)),
         request("a", max_tokens=120),
     )
     run_all(world, [asked])
@@ -110,7 +110,7 @@ def test_a_worker_that_chooses_begins_with_steps_of_one_token_and_verifies_draft
 
 
 def test_a_worker_that_chooses_answers_the_same_where_pages_do_not_do_for_all():
-    world = World(pair(num_pages=24, reserve_tokens=1, draft_tokens=3, draft_auto=True, draft_ngrams=False))
+    world = World(pair(num_pages=24, reserve_tokens=1, draft_tokens=3, draft_auto=True))
     run_all(world, [request(f"r{i}", 9, max_tokens=24 + i) for i in range(4)])
     assert any(isinstance(message, Preempted) for message in sent(world, Preempted))
     assert {max(each) for each in widths_of(world)} >= {1, 4}

@@ -64,7 +64,7 @@ def turning(steps: int = 4, **sizes: Any) -> list[WorkerConfig]:
 def choosing(steps: int = 3, **sizes: Any) -> list[WorkerConfig]:
     """A colocated worker of one stage that takes up to `steps` steps per dispatch, or verifies drafts of a model if
     those are faster: n-grams of a toy's tokens follow from no text."""
-    drafts = {"draft_tokens": 3, "draft_auto": True, "draft_ngrams": False}
+    drafts = {"draft_tokens": 3, "draft_auto": True}
     return colocated(**{**drafts, **sizes, "decode": Stages(1, steps)})
 
 

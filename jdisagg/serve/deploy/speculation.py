@@ -1,4 +1,4 @@
-"""What `--speculative` says: where the tokens come from that a step verifies, how many, and when."""
+"""The `--speculative` flag: the source of draft tokens, their number, and when they are verified."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Speculation
 from jdisagg.model.checkpoint import read_sharing_vocabulary
 from jdisagg.model.draft_head import HeadConfig, read_head
-from jdisagg.policy.draft_kv import DraftPrice, price_of
+from jdisagg.policy.speculation import DraftKVCost, draft_kv_cost
 
 DRAFT_TOKENS = 3
 OWN, OWN_HEAD = "draft", "eagle"  # the draft and the head that lie with a model, in folders of these names
@@ -26,7 +26,7 @@ Draft = tuple[Path, ModelConfig | HeadConfig]
 
 
 def read_speculation(said: str) -> Speculation:
-    """Of off, or KIND[:MODEL][:N]. Raises FlagError."""
+    """Parses off, or KIND[:MODEL][:N]. Raises FlagError."""
     kind, *rest = said.split(":")
     if said == "off":
         return Speculation()
@@ -44,8 +44,8 @@ def read_speculation(said: str) -> Speculation:
 
 
 def read_draft(said: str, model_folder: Path, model: ModelConfig) -> Draft | None:
-    """Where the model or head lies that guesses, and its numbers; None where none does. Raises FlagError,
-    CheckpointError where there is none, ConfigError where its tokens are not the other's."""
+    """Returns the folder and the config of the draft model or head, None without one. Raises FlagError, CheckpointError
+    if the folder has none, ConfigError if its vocabulary is another one."""
     speculation = read_speculation(said)
     draft = speculation.draft
     if not draft:
@@ -58,7 +58,7 @@ def read_draft(said: str, model_folder: Path, model: ModelConfig) -> Draft | Non
 
 
 def own_head(said: str, model_folder: Path, heads: Path = HEADS) -> Path:
-    """The head that lies with the model, or that comes with the program. Raises CheckpointError."""
+    """Returns the folder of the model's own head, else of one in the package. Raises CheckpointError."""
     folder, name = model_folder / OWN_HEAD, model_folder.name.lower()
     if folder.is_dir():
         return folder
@@ -71,8 +71,8 @@ def own_head(said: str, model_folder: Path, heads: Path = HEADS) -> Path:
 def kept_draft(
     draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: Sequence[KVLayout], name: str, devices: Devices
 ) -> DraftPages | None:
-    """How a draft model's KV is kept with the model's, whose pages are of the first of these layouts; None where it is
-    not. name: of the draft and its weights. Raises FlagError."""
+    """Returns how a draft model's KV is kept beside the model's, whose pages have the first of these layouts; None if
+    it is rebuilt on decode workers. name: of the draft and its weights. Raises FlagError."""
     if draft is None or isinstance(draft[1], HeadConfig) or settings.draft_kv == "rebuild":
         return None
     kv, said = layouts[0], f"--draft_kv={settings.draft_kv} and --speculative={settings.speculative}"
@@ -81,25 +81,26 @@ def kept_draft(
     if any(each.scaled for each in layouts):
         why = f"a draft's pages are not kept beside quantised ones ({', '.join(each.dtype for each in layouts)})"
     if settings.draft_kv == "auto":
-        return pages if not why and _price(draft[1], pages.layout, settings, devices).ships else None
+        return pages if not why and _kv_cost(draft[1], pages.layout, settings, devices).should_ship else None
     if why:
         raise FlagError(f"{said}: {why}; say --draft_kv=rebuild")
     return pages
 
 
-def _price(draft: ModelConfig, pages: KVLayout, settings: Settings, devices: Devices) -> DraftPrice:
+def _kv_cost(draft: ModelConfig, pages: KVLayout, settings: Settings, devices: Devices) -> DraftKVCost:
     chip = None if devices.platform == "cpu" else sheet_of(devices.platform, devices.chip)
-    always = not read_speculation(settings.speculative).auto
-    return price_of(draft, pages, chip, prefixes=settings.prefix_caching == "on", always=always)
+    is_always_drafting = not read_speculation(settings.speculative).auto
+    has_prefix_cache = settings.prefix_caching == "on"
+    return draft_kv_cost(draft, pages, chip, has_prefix_cache=has_prefix_cache, is_always_drafting=is_always_drafting)
 
 
 def draft_layout(draft: ModelConfig, kv: KVLayout) -> KVLayout:
-    """Of a draft's pages beside the model's."""
+    """Returns the layout of a draft model's pages beside the model's."""
     return KVLayout.of(draft, kv.page_size, kv.dtype, kv.tiled)
 
 
 def with_head(kv: KVLayout, draft: Draft | None, settings: Settings, mesh: MeshSpec) -> KVLayout:
-    """A head's keys and values lie behind the model's. Raises FlagError."""
+    """Returns the layout with a layer for the head's keys and values. Raises FlagError."""
     if draft is None or not isinstance(draft[1], HeadConfig):
         return kv
     check_head(settings, mesh)
@@ -107,7 +108,7 @@ def with_head(kv: KVLayout, draft: Draft | None, settings: Settings, mesh: MeshS
 
 
 def check_head(settings: Settings, mesh: MeshSpec) -> None:
-    """What a head cannot do, it is not asked for. Raises FlagError."""
+    """Raises FlagError if the mesh cannot run a head."""
     if mesh.is_ring:
         raise FlagError(
             f"--speculative={settings.speculative}: a ring runs no head; --mesh={mesh} may have stages in its place,"
