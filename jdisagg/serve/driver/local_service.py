@@ -25,7 +25,7 @@ from jdisagg.serve.driver.driver import Actor, LiveDriver, Observer, Outcome
 from jdisagg.serve.driver.executors import RemoteWorkers
 from jdisagg.serve.driver.kv_moves import NO_STORES, WorkerStores
 from jdisagg.serve.driver.role_change import Reshaper
-from jdisagg.serve.driver.service import Capacity, Draining, ObjectiveUnmet, Rejected, Service, Update
+from jdisagg.serve.driver.service import Capacity, Draining, NotLeader, ObjectiveUnmet, Rejected, Service, Update
 from jdisagg.serve.frontends.structured import explain, with_beginning
 from jdisagg.serve.frontends.text import Piece, TextOptions, Transcript
 from jdisagg.serve.observability.metrics import Metrics
@@ -73,6 +73,7 @@ class LocalService:
         recompiles: Callable[[], int] = lambda: 0,
         remote: RemoteWorkers | None = None,
         able: Callable[[], bool] | None = None,
+        standby: Callable[[], NotLeader | None] = lambda: None,
         sampling_defaults: Mapping[str, float] | None = None,
         reshaper: Reshaper | None = None,
         pools: Callable[[LiveDriver], Pools] = lambda driver: NO_POOLS,
@@ -81,6 +82,7 @@ class LocalService:
         """`metrics`, `journal` and the records of `debug_state` are among the observers; here they are for the fronts.
 
         With workers in other processes, `remote` is the way to them and `able` says whether every phase has one.
+        `standby` returns the error of every request while this process's router does not lead.
         `reshaper` makes machines anew, and `pools` what the operator's routes, or its autoscaler, ask for that.
         `sampling_defaults` are what the model says where a client is silent, by whatever way it asks.
         """
@@ -105,13 +107,15 @@ class LocalService:
         )
         self.pools = pools(self.driver)
         self._able, self._others_may_join = able or (lambda: self.driver.able), remote is not None
+        self._standby = standby
 
     def _stood(self, effect: WorkerStands) -> None:
         self.pools.stood(effect)
 
     @property
     def ready(self) -> bool:
-        return self._open and self._able()
+        """True where requests are answered; a standby router answers them with the leader's address."""
+        return self._open and (self._able() or self._standby() is not None)
 
     @property
     def _open(self) -> bool:
@@ -160,6 +164,8 @@ class LocalService:
         """See `Service.stream`."""
         if not (self.ready or (self._open and self._others_may_join)):  # those who wait for a worker wait in the queue
             raise Draining(UNREADY)
+        if (not_leader := self._standby()) is not None:
+            raise not_leader
         request.check(self.model_config.vocab_size, self.max_model_len)
         if request.request_id in self._mailboxes:
             raise RequestError(f"a request with the id {request.request_id!r} is running", param="request_id")
