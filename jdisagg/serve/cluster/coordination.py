@@ -4,8 +4,9 @@
 `etcd://` an etcd by its HTTP gateway, `kubernetes` a Lease of the cluster's API server.
 
 Every backend keeps two things: a record (holder, address, term) that ends when it is not renewed, and the last term.
-A service that has no last term was emptied, or is new. A router that holds no lease then waits one TTL before it may
-lead, because the router that led before the loss may lead for that long by its own clock.
+A service that has no last term was emptied, or is new. A router that holds no lease then writes a record without a
+holder and waits one TTL, because the router that led before the loss may lead for that long by its own clock. That
+router alone may take the record at once.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class InProcessLease:
 # KEYS: record, last term. ARGV: holder, address, TTL in ms, above, the term that the caller holds by its clock or 0.
 _REDIS_HOLD = """
 local holder = redis.call('HGET', KEYS[1], 'holder')
+if holder == '' and ARGV[5] ~= '0' then holder = false end
 if holder and holder ~= ARGV[1] then return 0 end
 local above = tonumber(ARGV[4])
 local last = redis.call('GET', KEYS[2])
@@ -206,7 +208,7 @@ class EtcdLease:
     def hold(self, above: int = 0) -> int | None:
         record, last = self._read()
         is_ours = record is not None and record["holder"] == self._holder
-        if record is not None and not is_ours:
+        if record is not None and not is_ours and (record["holder"] or not self._term):
             self._term = 0
         elif last is None and not self._term:
             self._write(None, None, "", above)
@@ -244,7 +246,7 @@ class EtcdLease:
 
     def _write(self, record: dict[str, Any] | None, last: int | None, holder: str, term: int) -> bool:
         """Writes record and last term where both are still as they were read; True where they were."""
-        if record is None:
+        if record is None or record["holder"] != self._holder:
             granted = self._ask("lease/grant", {"TTL": str(math.ceil(self._ttl_s))})
             lease_id = str(granted["ID"])
         else:
@@ -330,7 +332,7 @@ class KubernetesLease:
             self._write(None, "", above)
         elif holder == self._holder and last > above:
             self._term = last if self._write(record, self._holder, last) else 0
-        elif holder == self._holder or record is None or self._is_expired(spec):
+        elif holder == self._holder or (self._term and not holder) or record is None or self._is_expired(spec):
             term = _checked_term(1 + max(above, last, self._term))
             self._term = term if self._write(record, self._holder, term) else 0
         else:

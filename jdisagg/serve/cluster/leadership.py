@@ -101,16 +101,24 @@ class Leadership:
         with self._lock:
             if self._has_stepped_down:
                 return
+            if self._is_overdue():
+                return
             began_s = self._clock()
             found = self._attempt(lambda: (self._lease.hold(self._floor),))
-            if self.term and not self.is_leader:
-                self._end(f"its lease of term {self.term} was not renewed for {self._ttl_s * (1 - MARGIN):g} s")
-            elif found is not None and found[0] is not None:
+            if self._is_overdue():
+                return
+            if found is not None and found[0] is not None:
                 self._lead(found[0], began_s)
             elif found is not None and self.term:
                 self._end(f"the coordination service no longer names it the leader of term {self.term}")
             elif found is not None:
                 self._leader = self._attempt(self._lease.leader)
+
+    def _is_overdue(self) -> bool:
+        """Steps down where this router led and its time has run out; called before and after the service is."""
+        if self.term and not self.is_leader:
+            self._end(f"its lease of term {self.term} was not renewed for {self._ttl_s * (1 - MARGIN):g} s")
+        return self._has_stepped_down
 
     def _attempt(self, call: Callable[[], Any]) -> Any:
         """Returns what the service answers; None where it cannot be reached."""

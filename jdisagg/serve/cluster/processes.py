@@ -289,10 +289,11 @@ def build_router(
     stores = open_stores(deployment, settings, machines)
     router = Router(config, [*own.values()], records.note)
     reshaper = reshaper_of(deployment, machines, node)
-    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts, leadership, reshaper)
+    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts, reshaper)
     post_found(service.driver, stores)
     post_compression_costs(service.driver, deployment, machines)
     node.driver = fronts.driver = service.driver
+    service.standby = leadership.standby_error
     return RouterProcess(service, node, control_server, profiles, leadership)
 
 
@@ -320,7 +321,6 @@ def _service(
     records: Records,
     stores: Mapping[WorkerId, WorkerStores],
     fronts: RouterFronts,
-    leadership: Leadership,
     reshaper: MeshReshaper | None,
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
@@ -351,7 +351,6 @@ def _service(
         recompiles=node.recompiles,
         remote=node,
         able=lambda: node.able,
-        standby=leadership.standby_error,
         reshaper=reshaper,
         pools=lambda driver: Pools(
             driver.post, node.places, lambda: node.options, lambda: {**node.reshape_times, **times}, scaling

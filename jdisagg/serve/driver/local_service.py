@@ -56,6 +56,8 @@ class Mailbox:
 class LocalService:
     """Implements `Service` over a `LiveDriver` that it starts and stops."""
 
+    standby: Callable[[], NotLeader | None] | None = None  # the error of every request while the router does not lead
+
     def __init__(
         self,
         router: Actor,
@@ -73,7 +75,6 @@ class LocalService:
         recompiles: Callable[[], int] = lambda: 0,
         remote: RemoteWorkers | None = None,
         able: Callable[[], bool] | None = None,
-        standby: Callable[[], NotLeader | None] = lambda: None,
         sampling_defaults: Mapping[str, float] | None = None,
         reshaper: Reshaper | None = None,
         pools: Callable[[LiveDriver], Pools] = lambda driver: NO_POOLS,
@@ -82,7 +83,6 @@ class LocalService:
         """`metrics`, `journal` and the records of `debug_state` are among the observers; here they are for the fronts.
 
         With workers in other processes, `remote` is the way to them and `able` says whether every phase has one.
-        `standby` returns the error of every request while this process's router does not lead.
         `reshaper` makes machines anew, and `pools` what the operator's routes, or its autoscaler, ask for that.
         `sampling_defaults` are what the model says where a client is silent, by whatever way it asks.
         """
@@ -107,7 +107,6 @@ class LocalService:
         )
         self.pools = pools(self.driver)
         self._able, self._others_may_join = able or (lambda: self.driver.able), remote is not None
-        self._standby = standby
 
     def _stood(self, effect: WorkerStands) -> None:
         self.pools.stood(effect)
@@ -115,7 +114,10 @@ class LocalService:
     @property
     def ready(self) -> bool:
         """True where requests are answered; a standby router answers them with the leader's address."""
-        return self._open and (self._able() or self._standby() is not None)
+        return self._open and (self._able() or self._standby_error() is not None)
+
+    def _standby_error(self) -> NotLeader | None:
+        return None if self.standby is None else self.standby()
 
     @property
     def _open(self) -> bool:
@@ -164,7 +166,7 @@ class LocalService:
         """See `Service.stream`."""
         if not (self.ready or (self._open and self._others_may_join)):  # those who wait for a worker wait in the queue
             raise Draining(UNREADY)
-        if (not_leader := self._standby()) is not None:
+        if (not_leader := self._standby_error()) is not None:
             raise not_leader
         request.check(self.model_config.vocab_size, self.max_model_len)
         if request.request_id in self._mailboxes:

@@ -113,6 +113,22 @@ def test_one_holds_the_lease_and_the_next_term_is_higher_and_above_what_workers_
     assert one.hold() is None
 
 
+def test_an_emptied_service_keeps_others_waiting_and_gives_the_leader_its_next_term(service):
+    one, two = (lease_at(service.spec, ADDRESS[name], TTL_S) for name in ("one", "two"))
+    term = hold_until_given(one)
+    service.empty()
+    assert two.hold() is None, "the leader of before may lead for one TTL more"
+    assert two.leader() is None
+    assert one.hold() == term + 1 and two.hold() is None
+    service.empty()
+    assert one.hold() == term + 2
+    service.empty()
+    assert two.hold() is None
+    began_s = time.monotonic()
+    hold_until_given(two)
+    assert time.monotonic() - began_s > 0.9 * TTL_S, "it waits one TTL"
+
+
 def test_a_service_is_as_good_as_another_after_a_term_of_two_to_the_thirty(service):
     lease = lease_at(service.spec, ADDRESS["one"], TTL_S)
     hold_until_given(lease)
