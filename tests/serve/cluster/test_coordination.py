@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,7 @@ def test_one_holds_the_lease_and_the_next_term_is_higher_and_above_what_workers_
     term = hold_until_given(one)
     assert one.hold() == term and two.hold() is None, "it is renewed, and another is refused"
     assert one.leader() == two.leader() == worker.leader() == (ADDRESS["one"], term)
-    raised = one.hold(above=term + 40)
+    raised = hold_until_given(one, above=term + 40)
     assert raised == term + 41 and one.hold() == raised and two.hold(above=99) is None
     two.release()
     assert worker.leader() == (ADDRESS["one"], raised), "a standby releases nothing"
@@ -287,7 +288,7 @@ ETCD = "etcd://127.0.0.1:2379"
         ({"role": "router", "coordination": ETCD, "control_port": 0}, "--control_port=0 with .* choose one"),
     ],
 )
-def test_processes_that_could_not_find_the_router_are_refused_in_one_line(given: dict[str, str], says: str):
+def test_processes_that_could_not_find_the_router_are_refused_in_one_line(given: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says) as raised:
         roles_of(Settings(**given))
     assert "\n" not in str(raised.value)

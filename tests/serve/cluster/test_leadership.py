@@ -68,7 +68,7 @@ class LeadershipFixture:
         )
         self.leadership.renew()
 
-    def admit(self, **hello: Any) -> tuple[Link, dict[str, Any]]:
+    def admit(self, **hello: Any) -> tuple[RecordingLink, dict[str, Any]]:
         link = RecordingLink()
         answer = self.leadership.admit(link, HELLO | hello)
         self.leadership.on_joined(link)
