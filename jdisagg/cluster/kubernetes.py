@@ -36,27 +36,29 @@ def labels(job: Job, component: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": job.name, "app.kubernetes.io/component": component}
 
 
-def router_pod(job: Job, index: int = 0) -> Document:
-    """The pod template of a router: its probes ask the routes that people ask."""
-    control_port = job.control_ports[index]
+def router_pod(job: Job) -> Document:
+    """Returns the pod template of a router; where there are several, each tells the lease its own address."""
+    found = {"control_advertise": "$(POD_IP)", "coordination": job.coordination} if job.coordination else {}
     told = as_flags(
         role="router",
         host="0.0.0.0",
-        control_port=control_port,
-        **({"router": job.router} if job.routers > 1 else {}),
+        control_port=job.settings.control_port,
+        **found,
         secret_file=f"{SECRET_FOLDER}/secret",
         compile_cache_dir=CACHE_FOLDER,
     )
-    component = job.router_names[index].removeprefix(f"{job.name}-")
-    return _server_pod(job, component, told, {"control": control_port})
+    pod = _server_pod(job, "router", told, {"control": job.settings.control_port})
+    if found:
+        pod["spec"]["containers"][0]["env"] = [told_by("POD_IP", POD_NAMES["POD_IP"])]
+    return pod
 
 
 def front_pod(job: Job) -> Document:
-    """The pod template of a front: whoever leads, its clients' streams go on."""
+    """Returns the pod template of a front, whose streams go on whichever router leads."""
     told = as_flags(
         role="front",
         host="0.0.0.0",
-        router=job.router,
+        **job.where,
         secret_file=f"{SECRET_FOLDER}/secret",
         compile_cache_dir=CACHE_FOLDER,
     )
@@ -87,7 +89,7 @@ def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] |
     told = as_flags(
         role=part.role,
         host="0.0.0.0",
-        router=job.router,
+        **job.where,
         **health,
         kv_listen=f"0.0.0.0:{KV_PORT}",
         kv_advertise="$(POD_IP)",
@@ -125,6 +127,8 @@ def _pod(job: Job, container: Document) -> Document:
         volumes.append({"name": "models", "persistentVolumeClaim": claim})
     grace_s = int(job.settings.drain_s) + NOTICE_S + MARGIN_S  # SIGTERM drains, for --drain_s at most
     found: Document = {"terminationGracePeriodSeconds": grace_s, "containers": [container], "volumes": volumes}
+    if job.coordination.startswith("kubernetes"):
+        found["serviceAccountName"] = job.name
     if job.platform != "tpu":  # a TPU's driver wants more rights than these
         person = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
         found["securityContext"] = {**person, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -254,29 +258,50 @@ def anywhere(part: Part) -> Mapping[str, str]:
     return {}
 
 
+ROLLING = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
+
+
 def router(job: Job) -> list[Document]:
-    """A Deployment of each, the Service of clients, those of workers, and what must not be evicted; fronts, if any."""
+    """Returns the routers' Deployment, the Services, what may not be evicted, the rights on the lease, and fronts."""
     ports = {"http": job.settings.http_port, "grpc": job.settings.grpc_port}
     served = "front" if job.fronts else "router"
     clients = _service(job.name, labels(job, served), {name: port for name, port in ports.items() if port > 0})
-    found = [each for index in range(job.routers) for each in _router(job, index)]
-    return [found[0], clients, *found[1:], *(_fronts(job) if job.fronts else [])]
+    deployment, *more = _routers(job)
+    return [deployment, clients, *more, *(_fronts(job) if job.fronts else [])]
 
 
-def _router(job: Job, index: int) -> list[Document]:
-    name = job.router_names[index]
-    component = name.removeprefix(f"{job.name}-")
-    selector = labels(job, component)
-    deployment = _deployment(name, selector, 1, {"type": "Recreate"}, router_pod(job, index))  # two would be rivals
-    control = _service(name, selector, {"control": job.control_ports[index]})
+def _routers(job: Job) -> list[Document]:
+    name, selector = job.router_name, labels(job, "router")
+    if job.coordination:  # workers and fronts find the leader's pod by its lease: no Service
+        deployment = _deployment(name, selector, job.routers, ROLLING, router_pod(job))
+        rights = _lease_rights(job) if job.coordination.startswith("kubernetes") else []
+        return [deployment, _budget(job, "router", {"maxUnavailable": 1}), *rights]
+    deployment = _deployment(name, selector, 1, {"type": "Recreate"}, router_pod(job))  # a second one would be a rival
+    control = _service(name, selector, {"control": job.settings.control_port})
     control["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}  # ready once workers have come
-    return [deployment, control, _budget(job, component, {"minAvailable": 1})]
+    return [deployment, control, _budget(job, "router", {"minAvailable": 1})]
+
+
+def _lease_rights(job: Job) -> list[Document]:
+    """Returns the account of all pods, and its rights: to create leases, and to read and renew the router's."""
+    named, group = labels(job, "router"), "rbac.authorization.k8s.io"
+    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
+    rules = [
+        {**leases, "verbs": ["create"]},  # a name cannot be demanded of what is created
+        {**leases, "resourceNames": [job.router_name], "verbs": ["get", "update"]},
+    ]
+    account = {"kind": "ServiceAccount", "name": job.name, "namespace": job.namespace}
+    bound = {"apiGroup": group, "kind": "Role", "name": job.router_name}
+    return [
+        _kind("v1", "ServiceAccount", job.name, named),
+        _kind(f"{group}/v1", "Role", job.router_name, named) | {"rules": rules},
+        _kind(f"{group}/v1", "RoleBinding", job.router_name, named) | {"subjects": [account], "roleRef": bound},
+    ]
 
 
 def _fronts(job: Job) -> list[Document]:
-    """They hold no state: one more may stand beside those that are replaced."""
-    rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
-    deployment = _deployment(f"{job.name}-front", labels(job, "front"), job.fronts, rolling, front_pod(job))
+    """Returns the fronts' Deployment and budget; fronts hold no state, so a rollout may add one."""
+    deployment = _deployment(f"{job.name}-front", labels(job, "front"), job.fronts, ROLLING, front_pod(job))
     return [deployment, _budget(job, "front", {"maxUnavailable": 1})]
 
 

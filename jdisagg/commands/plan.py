@@ -67,8 +67,9 @@ class JobValues:
     devices_per_host: int
     tpu: str
     note: str
-    routers: int = 1
-    fronts: int = 0
+    routers: int = 0  # 0: two where Kubernetes has a lease for them, one elsewhere
+    fronts: int = -1  # -1: two where there are several routers, none elsewhere
+    namespace: str = "default"
 
     @property
     def platform(self) -> str:
@@ -83,13 +84,19 @@ class JobValues:
         return self._fronted(job_of(self.settings, self.name, self.image, platform, kubernetes.WHOLE))
 
     def _fronted(self, job: Job) -> Job:
-        return with_fronts(job, self.routers, self.fronts)
+        routers = self.routers or (1 if self.fronts == 0 else 2)
+        fronts = self.fronts if self.fronts >= 0 else 2 * (routers > 1)
+        return replace(with_fronts(job, routers, fronts), namespace=self.namespace)
 
-    def check_one_server(self, kind: str) -> None:
-        """Raises ConfigError where more than a router is asked for."""
-        if (self.routers, self.fronts) != (1, 0):
+    def with_one_server(self, kind: str) -> JobValues:
+        """Returns the values with one router and no fronts. Raises ConfigError where more are asked for."""
+        if self.routers not in (0, 1) or self.fronts not in (-1, 0):
             asked = f"--routers={self.routers} and --fronts={self.fronts}"
             raise ConfigError(f"{asked}: --emit={kind} starts one router and no fronts; k8s and gke_tpu have them")
+        if self.settings.coordination:
+            asked = f"--coordination={self.settings.coordination}"
+            raise ConfigError(f"{asked}: --emit={kind} starts one router, which needs none; k8s and gke_tpu have more")
+        return replace(self, routers=1, fronts=0)
 
 
 def settings_of_file(path: str) -> Settings:
@@ -142,7 +149,7 @@ def write_files(folder: str, texts: Mapping[str, str]) -> list[Path]:
 def _slurm(values: JobValues) -> dict[str, str]:
     if values.platform == "tpu":
         raise ConfigError("--emit=slurm is for GPUs and CPUs: of TPUs gke_tpu has slices")
-    values.check_one_server("slurm")
+    values = values.with_one_server("slurm")
     return {"slurm.sbatch": slurm.script(values.job(), values.note)}
 
 
@@ -169,7 +176,7 @@ def _gke_tpu(values: JobValues) -> dict[str, str]:
 
 
 def _compose(values: JobValues) -> dict[str, str]:
-    values.check_one_server("compose")
+    values = values.with_one_server("compose")
     job = values.whole(values.platform)
     return {
         "compose.yaml": _yaml([compose.compose(job)], values.note),
@@ -215,11 +222,15 @@ def _define_job(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_list("emit", [], f"jobs to write: {', '.join(KINDS)}", flag_values=values)
     absl_flags.DEFINE_string("job_folder", "launch", "--emit: where they are written", flag_values=values)
     absl_flags.DEFINE_integer(
-        "routers", 1, "--emit: 2 for one that takes over when the first is lost", flag_values=values
+        "routers", 0, "--emit: routers, of which one leads by a lease; 0: 2 on Kubernetes, else 1", flag_values=values
     )
     absl_flags.DEFINE_integer(
-        "fronts", 0, "--emit: processes that serve clients; 0: the router does", flag_values=values
+        "fronts",
+        -1,
+        "--emit: processes that serve clients; 0: the router does; -1: 2 beside several routers, else 0",
+        flag_values=values,
     )
+    absl_flags.DEFINE_string("namespace", "default", "--emit: Kubernetes namespace of the job", flag_values=values)
     flags.define(values, job_name="jdisagg", image="jdisagg:latest", devices_per_host=8, tpu="v5p", platform="auto")
 
 
@@ -498,7 +509,7 @@ def emit(values: flags.FlagValues, settings: Settings, source: str, chip: str) -
     """Writes the job of `settings`, which came from `source`, and prints the files. Raises ConfigError."""
     note = f"Made from {source} by `python -m jdisagg plan --emit`: change what it is made of, not this file."
     of_job = values.job_name, values.image, values.devices_per_host, chip
-    job = JobValues(settings, *of_job, note, values.routers, values.fronts)
+    job = JobValues(settings, *of_job, note, values.routers, values.fronts, values.namespace)
     found = files(job, values.emit)
     for line in idle_chips(job, values.emit):
         print(line)

@@ -66,6 +66,13 @@ class WorkerJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class TermBegan:
+    """To the router: it leads with this term from now on, which is higher than that of any router before it."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
 class RouterLost:
     """To a worker or a front: the router is gone, or took it for lost. What a worker holds is nobody's any more, but
     what it decodes it may keep for a while (`policy/keeping.py`)."""
@@ -291,6 +298,7 @@ Event = (
     | WorkerLost
     | WorkerLeaving
     | WorkerJoined
+    | TermBegan
     | RouterLost
     | RouterFound
     | Told

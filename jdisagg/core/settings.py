@@ -232,7 +232,12 @@ class ClusterSettings:
     )
     labels: str = setting("", "cluster", "where this process stands, as host=a,rack=b,slice=c,pod=d; what is not said"
                           " here is asked of the host's name, SLURM's, Kubernetes' and TPU variables")  # fmt: skip
-    router: str = everyday("", "cluster", "HOST:PORT of the router's control port; A,B: of two, told to all of them")
+    router: str = everyday("", "cluster", "HOST:PORT of the router's control port; not needed with --coordination")
+    coordination: str = everyday("", "cluster", "service that says which of several routers leads, told to all"
+                                 " processes: redis://HOST:PORT/0, rediss://, etcd://HOST:PORT, kubernetes or"
+                                 " kubernetes:NAMESPACE/NAME; empty: one router, at --router")  # fmt: skip
+    control_advertise: str = setting("", "cluster", "host at which others reach this router, for --coordination;"
+                                     " empty: --host")  # fmt: skip
     control_port: int = everyday(8100, "cluster", "where the router's process hears worker processes; 0: any free one")
     kv_listen: str = everyday(
         "127.0.0.1:0",
@@ -242,7 +247,8 @@ class ClusterSettings:
     kv_advertise: str = setting("", "cluster", "host where others reach --kv_listen; empty: the one it names")
     transport: str = everyday("auto", "cluster", "how KV crosses processes; auto: the fastest that both ends share",
                              ("auto", "shm", "tcp", "jax_transfer", "nixl"))  # fmt: skip
-    peer_silence_s: float = everyday(5.0, "cluster", "a process not heard of for this long is gone")
+    peer_silence_s: float = everyday(5.0, "cluster", "seconds after which a silent process counts as gone, and in which"
+                                      " a leader's lease ends unless it is renewed")  # fmt: skip
     router_grace_s: float = setting(30.0, "cluster", "how long streams wait for a router when theirs is gone; 0: not")
     secret_file: str = everyday("", "cluster", "file with the secret that all processes share, 16 bytes or more")
     group: str = everyday("", "cluster", "worker of several processes; empty: as the scheduler says")

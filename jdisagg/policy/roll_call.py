@@ -84,14 +84,14 @@ def _difference(ours: Card, theirs: Card, who: str) -> str | None:
             return f"{who} has --{name}={there}, the leader {here}: start all processes of a group with the same flags"
     if ours.model != theirs.model:
         return f"{who} has the model {theirs.model}, the leader {ours.model}: give all the same --model, the same files"
-    return clock_off(who, theirs.clock_s, ours.clock_s, "the leader's")
+    return clock_off(who, theirs.clock_s, ours.clock_s)
 
 
-def clock_off(who: str, theirs_s: float, ours_s: float, whose: str) -> str | None:
-    """The line of a clock that lies too far from ours, both in seconds since the epoch; None where it does not."""
+def clock_off(who: str, theirs_s: float, ours_s: float) -> str | None:
+    """The line of a clock that lies too far from the leader's, both in seconds since the epoch; None otherwise."""
     if abs(theirs_s - ours_s) <= CLOCK_S:
         return None
-    clocks = f"{theirs_s:.0f} s, {whose} {ours_s:.0f} s"
+    clocks = f"{theirs_s:.0f} s, the leader's {ours_s:.0f} s"
     return f"{who}: its clock says {clocks}, and at most {CLOCK_S:g} s may lie between them: set it (NTP)"
 
 

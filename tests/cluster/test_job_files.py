@@ -22,7 +22,7 @@ from jdisagg.cluster.membership import GroupPlace, resolve
 from jdisagg.commands import plan
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.serve.cluster.leadership import pair_of
+from jdisagg.serve.cluster.coordination import KubernetesLease
 from jdisagg.serve.cluster.processes import roles_of
 from jdisagg.serve.deploy.servers import check_kv_address
 from jdisagg.serve.frontends.http.app import create_app
@@ -105,7 +105,7 @@ def test_what_is_misspelt_anywhere_in_a_manifest_is_found():
             [*pods(wrong)][pod]["spec"]["containers"][0]["imag"] = "x"
             assert faults(wrong), document["kind"]
         wrong = copy.deepcopy(document)
-        wrong["spec"]["replicaz"] = 2
+        wrong.get("spec", wrong)["replicaz"] = 2
         assert faults(wrong), document["kind"]
     compose = yaml.safe_load(made()["compose.yaml"])
     compose["services"]["router"]["comand"] = ["x"]
@@ -155,59 +155,109 @@ def test_the_routers_probes_ask_routes_that_there_are():
     )
 
 
-def test_services_point_at_ports_and_labels_that_the_router_has():
+def test_services_point_at_ports_and_labels_that_the_fronts_have():
     router = [each for name, each in documents(made()) if name == "k8s/router.yaml"]
-    pod = next(pod for each in router for pod in pods(each))
+    found = [pod for each in router for pod in pods(each)]
+    (pod,) = [each for each in found if each["metadata"]["labels"]["app.kubernetes.io/component"] == "front"]
     named = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
     services = {each["metadata"]["name"]: each["spec"] for each in router if each["kind"] == "Service"}
     for spec in services.values():
         assert spec["selector"].items() <= pod["metadata"]["labels"].items()
         assert all(named[port["targetPort"]] == port["port"] for port in spec["ports"])
-    asked = {settings_of(words).router for where, words in containers(made()) if "LeaderWorkerSet" in where}
-    assert asked == {f"big-router:{named['control']}"} and "big-router" in services
+    assert services.keys() == {"big"}, "workers and fronts find the leader's pod by its lease"
 
 
-FRONTED = plan.JobValues(WIDE, "big", "big:1", 8, "v5p", "Made by a test", routers=2, fronts=3)
+FRONTED = plan.JobValues(WIDE, "big", "big:1", 8, "v5p", "Made by a test", routers=3, fronts=4, namespace="serving")
+ONE_ROUTER = replace(FRONTED, routers=1, fronts=0)
 
 
 @pytest.mark.parametrize("kind", ["k8s", "gke_tpu"])
-def test_two_routers_and_their_fronts_find_each_other_and_clients_find_the_fronts(kind: str):
+def test_routers_of_one_deployment_and_all_others_name_one_lease_and_clients_find_the_fronts(kind: str):
     files = plan.files(FRONTED, (kind,))
     assert not [fault for _, each in documents(files) for fault in faults(each)]
     found = [each for name, each in documents(files) if name == f"{kind}/router.yaml"]
     deployments = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "Deployment"}
     services = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "Service"}
-    assert {name: spec["replicas"] for name, spec in deployments.items()} == {
-        "big-router-0": 1, "big-router-1": 1, "big-front": 3,
-    }  # fmt: skip
-    assert services["big"]["selector"] == deployments["big-front"]["selector"]["matchLabels"]
-    both = ["big-router-0:8100", "big-router-1:8101"]
-    for name, spec in deployments.items():
-        (container,) = spec["template"]["spec"]["containers"]
-        settings = settings_of([*container["command"], *container["args"]])
-        assert settings.router == ",".join(both), name
+    assert {name: spec["replicas"] for name, spec in deployments.items()} == {"big-router": 3, "big-front": 4}
+    assert {name: spec["selector"] for name, spec in services.items()} == {
+        "big": deployments["big-front"]["selector"]["matchLabels"]
+    }
+    for where, words in containers_of(files):
+        settings = settings_of(words)
+        assert (settings.router, settings.coordination) == ("", "kubernetes:serving/big-router"), where
         if settings.role == "router":
-            index = int(name[-1])
-            assert pair_of(settings) == (index == 0, both[1 - index])
-            (port,) = services[name]["ports"]
-            named = {each["name"]: each["containerPort"] for each in container["ports"]}
-            assert port["port"] == named["control"] == settings.control_port
+            assert settings.control_advertise == "192.0.2.1", "its own pod's address"
+
+
+@pytest.mark.parametrize("kind", ["k8s", "gke_tpu"])
+def test_pods_have_the_rights_that_the_lease_needs_and_no_others(kind: str):
+    files = plan.files(FRONTED, (kind,))
+    router = {each["kind"]: each for name, each in documents(files) if name == f"{kind}/router.yaml"}
+    (subject,) = router["RoleBinding"]["subjects"]
+    account = router["ServiceAccount"]["metadata"]["name"]
+    assert subject == {"kind": "ServiceAccount", "name": account, "namespace": "serving"}
+    assert router["RoleBinding"]["roleRef"]["name"] == router["Role"]["metadata"]["name"]
+    rules = {tuple(rule["verbs"]): rule for rule in router["Role"]["rules"]}
+    assert rules.keys() == {("create",), ("get", "update")}
+    assert rules["get", "update"]["resourceNames"] == ["big-router"]
+    assert all(
+        (each["apiGroups"], each["resources"]) == (["coordination.k8s.io"], ["leases"]) for each in rules.values()
+    )
+    accounts = {pod["spec"].get("serviceAccountName") for _, each in documents(files) for pod in pods(each)}
+    assert accounts == {account}
+
+
+def test_the_lease_of_the_manifests_is_one_that_routers_can_open(tmp_path: Path):
+    for name in ("token", "namespace"):
+        (tmp_path / name).write_text("x")
+    place = "serving/big-router"
+    assert KubernetesLease(place, "", 5.0, "http://127.0.0.1:1", tmp_path)._objects.endswith("/serving/leases")
+
+
+@pytest.mark.parametrize("kind", ["k8s", "gke_tpu"])
+def test_one_router_has_a_service_for_workers_and_needs_no_lease(kind: str):
+    files = plan.files(ONE_ROUTER, (kind,))
+    found = [each for name, each in documents(files) if name == f"{kind}/router.yaml"]
+    assert {each["kind"] for each in found} == {"Deployment", "Service", "PodDisruptionBudget"}
+    pod = next(pod for each in found for pod in pods(each))
+    named = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+    services = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "Service"}
+    for spec in services.values():
+        assert spec["selector"].items() <= pod["metadata"]["labels"].items()
+        assert all(named[port["targetPort"]] == port["port"] for port in spec["ports"])
     asked = {settings_of(words).router for where, words in containers_of(files) if "LeaderWorkerSet" in where}
-    assert asked == {",".join(both)}
+    assert asked == {f"big-router:{named['control']}"} and "big-router" in services
+
+
+def test_a_service_of_the_sites_own_takes_the_place_of_the_lease_of_kubernetes():
+    url = "etcd://etcd.infra:2379"
+    values = replace(FRONTED, settings=replace(WIDE, coordination=url))
+    files = plan.files(values, ("k8s",))
+    assert {settings_of(words).coordination for _, words in containers_of(files)} == {url}
+    assert "Role" not in {each["kind"] for _, each in documents(files)}
 
 
 @pytest.mark.parametrize(
-    ("routers", "fronts", "kind", "says"),
+    ("changes", "kind", "says"),
     [
-        (3, 1, "k8s", "--routers is 3 and --fronts 1, must be 1 or 2, and 0 or more"),
-        (2, 0, "k8s", "--routers=2 needs --fronts=1 or more"),
-        (1, 2, "slurm", "--routers=1 and --fronts=2: --emit=slurm starts one router and no fronts"),
-        (2, 1, "compose", "--routers=2 and --fronts=1: --emit=compose starts one router and no fronts"),
+        ({"routers": -1}, "k8s", "--routers is -1 and --fronts 4, must be 1 or more, and 0 or more"),
+        ({"routers": 2, "fronts": 0}, "k8s", "--routers=2 needs --fronts=1 or more"),
+        (
+            {"routers": 1, "fronts": 2},
+            "slurm",
+            "--routers=1 and --fronts=2: --emit=slurm starts one router and no fronts",
+        ),
+        ({"routers": 2, "fronts": 1}, "compose", "--routers=2 and --fronts=1: --emit=compose starts one router and no"),
+        (
+            {"routers": 0, "fronts": -1, "settings": replace(WIDE, coordination="etcd://a:1")},
+            "slurm",
+            "--coordination=etcd://a:1: --emit=slurm starts one router, which needs none",
+        ),
     ],
 )
-def test_routers_and_fronts_that_cannot_be_are_refused_in_one_line(routers: int, fronts: int, kind: str, says: str):
+def test_routers_and_fronts_that_cannot_be_are_refused_in_one_line(changes: dict[str, Any], kind: str, says: str):
     with pytest.raises(ConfigError, match=says):
-        plan.files(replace(FRONTED, routers=routers, fronts=fronts), (kind,))
+        plan.files(replace(FRONTED, **changes), (kind,))
 
 
 def test_a_worker_is_asked_for_its_health_at_the_port_where_it_answers():
@@ -215,7 +265,7 @@ def test_a_worker_is_asked_for_its_health_at_the_port_where_it_answers():
         for pod in pods(document):
             (container,) = pod["spec"]["containers"]
             settings = settings_of([*container["command"], *container["args"]])
-            if settings.role == "router":
+            if settings.role in ("router", "front"):
                 continue
             named = {each["name"]: each["containerPort"] for each in container["ports"]}
             assert named.get("health", -1) == settings.health_port

@@ -34,6 +34,10 @@ class Membership:
         self.changes: dict[WorkerId, RoleChange] = {}
         self._lives = count(first_life)
 
+    def number_changes_from(self, first_life: int) -> None:
+        """Numbers the next role changes from `first_life` on."""
+        self._lives = count(first_life)
+
     def standing_of(self, worker: WorkerId) -> Standing:
         change = self.changes.get(worker)
         if change is not None:

@@ -20,6 +20,7 @@ from jdisagg.core.events import (
     Reject,
     SetTimer,
     Submit,
+    TermBegan,
     TimerFired,
     WorkerJoined,
     WorkerLeaving,
@@ -67,6 +68,7 @@ from jdisagg.policy.router.routing import Pair
 from jdisagg.policy.router.worker_view import WorkerState
 
 CAPACITY_TIMER = "capacity"
+EPOCHS_PER_TERM = 1 << 32  # attempts that a router may number before they meet those of the next term
 
 
 class Router:
@@ -109,6 +111,8 @@ class Router:
                 self.members.leaving(worker)
             case WorkerJoined(config):
                 self.members.join(config, now_s)
+            case TermBegan(term):
+                self._begin_term(term)
             case ChangeRole():
                 self.members.change_role(event, now_s)
             case _:
@@ -160,6 +164,11 @@ class Router:
         if request.queue_deadline_s is not None:
             return request.queue_deadline_s
         return now_s + self.config.queue_timeout_s if self.config.queue_timeout_s else math.inf
+
+    def _begin_term(self, term: int) -> None:
+        """Numbers attempts and role changes above those of every router that led with a lower term."""
+        self._epochs = count(term * EPOCHS_PER_TERM)
+        self.members.number_changes_from(term * EPOCHS_PER_TERM)
 
     # ------------------------------------------------------------ to workers
 

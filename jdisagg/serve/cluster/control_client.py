@@ -6,24 +6,21 @@ import hmac
 import json
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import grpc
 
 from jdisagg.core.authenticated_channel import AuthenticatedChannel, mac_of
-from jdisagg.core.errors import JdisaggError, PeerDead, PeerMismatch
+from jdisagg.core.errors import ConfigError, JdisaggError, PeerDead, PeerMismatch, SenselessWord
 from jdisagg.kv.transport.config import Identity
 from jdisagg.kv.transport.listener import compare
-from jdisagg.policy.lease import Witness
 from jdisagg.serve.cluster.control_server import OPTIONS
+from jdisagg.serve.cluster.coordination import MAX_TERM, CoordinationError, RouterAddress
 from jdisagg.serve.cluster.link import (
     HANDSHAKE_S,
-    LAST,
     METHOD,
     PIECE_BYTES,
     PROTOCOL,
@@ -106,18 +103,10 @@ class Opening:
         self._known = threading.Event()
         self._link: Link | None = None
         self._call: Any = None
-        self._parting = b""
 
     def go_on(self, link: Link, call: Any) -> None:
         self._link, self._call = link, call
         self._known.set()
-
-    def disbelieve(self, call: Any) -> None:
-        """The router does not know our secret: what we send now proves none to it, and it tells of us where it runs."""
-        self._parting = LAST + b"{}"
-        self._known.set()
-        with suppress(grpc.RpcError, StopIteration):
-            next(call)
 
     def give_up(self) -> None:
         """There is nothing more to say, unless the link was given already."""
@@ -126,17 +115,34 @@ class Opening:
     def records(self, nonce: str) -> Iterator[bytes]:
         yield json.dumps({"jdisagg": PROTOCOL, "nonce": nonce}).encode()
         self._known.wait()
-        if self._parting:
-            yield self._parting
         if self._link is not None:
             yield from self._link.records()
             self._call.cancel()  # silent or hung up: whoever waits for the router's next message is to know
 
 
-class ControlClient:
-    """Keeps this process joined to the router at `address` until `stop`; a router that refuses it ends it.
+Locate = Callable[[], tuple[str, int] | None]  # the leader's address and term, as a `Lease` has them
 
-    Where `address` names two, with a comma, it is joined to whichever of them leads.
+
+class TermFence:
+    """The terms that a worker or front has obeyed: a router of a lower one is refused."""
+
+    def __init__(self) -> None:
+        self.term, self.router = 0, ""
+
+    def obey(self, term: Any, router: Any) -> None:
+        """Obeys the router from now on. Raises PeerDead for a lower term than was obeyed, SenselessWord for none."""
+        if type(term) is not int or not 0 <= term < MAX_TERM or not isinstance(router, str):
+            raise SenselessWord(f"the router leads with the term {str(term)[:20]}, must lie in [0, {MAX_TERM - 1}]")
+        if term < self.term or (term == self.term and self.term and router != self.router):
+            raise PeerDead(f"it leads with term {term}, and term {self.term} of another router was obeyed")
+        self.term, self.router = term, router
+
+
+class ControlClient:
+    """Keeps this process joined to the router that leads until `stop`; a router that refuses the process ends it.
+
+    The router is at `address`, or where `locate` says; `locate` is asked again before every connection, and while one
+    stands, so that a new leader is found before the old one is missed.
     """
 
     def __init__(
@@ -150,11 +156,12 @@ class ControlClient:
         retry_s: float = 1.0,
         refused: Callable[[str], None] = lambda why: None,
         handshake_s: float = HANDSHAKE_S,
+        locate: Locate | None = None,
     ) -> None:
         """`refused` is called with why the router will never take this process as it is."""
-        self._addresses, self._callbacks, self._refused = deque(address.split(",")), callbacks, refused
-        self._handshake = Handshake(self._addresses[0], secret, identity, heartbeat or Heartbeat())
-        self._witness = Witness()
+        self._callbacks, self._refused, self._locate = callbacks, refused, locate
+        self._handshake = Handshake(address, secret, identity, heartbeat or Heartbeat())
+        self._fence = TermFence()
         self._credentials, self._retry_s, self._handshake_s = credentials, retry_s, handshake_s
         self._stopped = threading.Event()
         self._link: Link | None = None
@@ -175,31 +182,37 @@ class ControlClient:
 
     @property
     def address(self) -> str:
-        """Where it is joined, or tries to be."""
+        """The router's address, as of the last attempt to join."""
         return self._handshake.address
 
-    def _next(self) -> None:
-        """Another router's turn, unless it has promised to wait for this one."""
-        if not self._witness.bound(time.monotonic()):
-            self._addresses.rotate(-1)
-            self._handshake = replace(self._handshake, address=self._addresses[0])
+    def _find(self) -> None:
+        """Asks the coordination service for the leader's address. Raises CoordinationError where there is none."""
+        if self._locate is None:
+            return
+        found = self._locate()
+        if found is None:
+            raise CoordinationError("the coordination service knows of no leader")
+        self._handshake = replace(self._handshake, address=RouterAddress.parse(found[0]).control)
 
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                if self._witness.released(time.monotonic()):
-                    self._next()
+                self._find()
                 self._connect()
             except PeerMismatch as error:
                 log.error("the router at %s refuses this process: %s", self.address, error)
+                self._refused(str(error))
+                return
+            except CoordinationError as error:
+                log.info("no router is found: %s", error)
+            except ConfigError as error:
                 self._refused(str(error))
                 return
             except (JdisaggError, grpc.RpcError) as error:
                 log.info("no router at %s: %s", self.address, error)
             except Exception:  # whatever answers there: this process goes on looking for its router
                 log.exception("what is at %s cannot be followed", self.address)
-            self._next()
-            self._stopped.wait(self._retry_s / len(self._addresses))
+            self._stopped.wait(self._retry_s)
 
     def _connect(self) -> None:
         """One stream, from the handshake to its end."""
@@ -213,8 +226,8 @@ class ControlClient:
             deadlines = threading.Timer(self._handshake_s, call.cancel)  # one that is stopped, or cut off, says nothing
             deadlines.start()
             try:
-                link = self._open(call, nonce, opening)
-                self._handshake.greet(link, self._callbacks.hello() | self._asking())
+                link = self._handshake.open_link(call, nonce)
+                self._handshake.greet(link, self._callbacks.hello() | self._obeyed())
                 opening.go_on(link, call)
                 welcome = self._handshake.welcome(link, call)
                 self._heed(welcome)
@@ -223,26 +236,24 @@ class ControlClient:
                 opening.give_up()
             self._serve(link, welcome, call)
 
-    def _open(self, call: Any, nonce: str, opening: Opening) -> Link:
-        try:
-            return self._handshake.open_link(call, nonce)
-        except PeerMismatch:
-            opening.disbelieve(call)
-            raise
-
-    def _asking(self) -> dict[str, Any]:
-        """Whether a router may count upon us, should it not lead yet."""
-        return {"term": self._witness.term, "asks": self._witness.may_ask(time.monotonic())}
+    def _obeyed(self) -> dict[str, Any]:
+        """Returns the highest term that was obeyed, which the next router's must exceed, and whose it is."""
+        return {"term": self._fence.term, "router": self._fence.router}
 
     def _heed(self, welcome: dict[str, Any]) -> None:
-        """Raises PeerDead where the router does not lead, or not any more."""
-        now_s, by, term = time.monotonic(), welcome.get("standing_by"), welcome.get("term", 0)
-        if type(by) is int:
-            if by:
-                self._witness.promise(by, now_s)
-            raise PeerDead("it stands by")
-        if type(term) is not int or ("lease" not in welcome and not self._witness.obey(term, now_s)):
-            raise PeerDead(f"it leads with term {str(term)[:20]}, and term {self._witness.term} was obeyed")
+        """Obeys the router. Raises PeerDead where it is a standby, or leads with a lower term than was obeyed."""
+        if welcome.get("standby"):
+            raise PeerDead("it is a standby")
+        self._fence.obey(welcome.get("term", 0), welcome.get("router", ""))
+
+    def _check_leader(self, link: Link) -> None:
+        """Ends the link where the service names a leader elsewhere, of a higher term."""
+        try:
+            found = None if self._locate is None else self._locate()
+        except JdisaggError:
+            return  # the router steps down by itself when its lease ends
+        if found is not None and found[1] > self._fence.term and RouterAddress.parse(found[0]).control != self.address:
+            link.hang_up(f"another router leads, with term {found[1]}")
 
     def _serve(self, link: Link, welcome: dict[str, Any], call: Any) -> None:
         self._link = link
@@ -250,7 +261,11 @@ class ControlClient:
             link.hang_up("this process goes down")
         try:
             self._callbacks.on_joined(link, welcome)
-            with PeriodicTask(self._handshake.heartbeat.silence_s / 5, lambda: link.is_stuck() and call.cancel()):
+            interval_s = self._handshake.heartbeat.silence_s / 5
+            with (
+                PeriodicTask(interval_s, lambda: link.is_stuck() and call.cancel()),
+                nullcontext() if self._locate is None else PeriodicTask(interval_s, lambda: self._check_leader(link)),
+            ):
                 self._listen(link, call)
         finally:
             self._link = None
@@ -260,7 +275,10 @@ class ControlClient:
     def _listen(self, link: Link, answers: Any) -> None:
         try:
             for body in link.bodies(answers):
-                self._callbacks.on_message(body)
+                if "term" in body:
+                    self._fence.obey(body["term"], self._fence.router)
+                else:
+                    self._callbacks.on_message(body)
             link.hang_up("the router hung up")
         except grpc.RpcError as error:
             link.hang_up(f"the connection broke ({_code(error)})")

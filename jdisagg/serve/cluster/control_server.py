@@ -216,7 +216,7 @@ def _limits(handshake_s: float) -> list[tuple[str, int]]:
 def _who(hello: dict[str, Any]) -> str:
     """A peer that has proved itself, as it calls itself."""
     named = hello.get("named")
-    return f"the process of {shown(named)}" if named else "the other router" if "router" in hello else "the peer"
+    return f"the process of {shown(named)}" if named else "the peer"
 
 
 def _host_of(peer: str) -> str:

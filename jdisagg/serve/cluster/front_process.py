@@ -13,7 +13,7 @@ from jdisagg.serve.cluster.certificates import channel_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.fronts import FrontNode
 from jdisagg.serve.cluster.periodic import PeriodicTask
-from jdisagg.serve.cluster.processes import heartbeat_of, identity_of, read_secret
+from jdisagg.serve.cluster.processes import heartbeat_of, identity_of, locate_of, read_secret
 from jdisagg.serve.deploy.deployment import Deployment
 from jdisagg.serve.driver.local_service import LocalService
 from jdisagg.serve.observability.metrics import Metrics
@@ -64,5 +64,15 @@ def build_front(deployment: Deployment, settings: Settings) -> FrontProcess:
     )
     node.driver = service.driver
     identity, heartbeat = identity_of(deployment, settings), heartbeat_of(settings)
-    client = ControlClient(settings.router, secret, identity, node, heartbeat, credentials, refused=service.end)
+    client = ControlClient(
+        settings.router,
+        secret,
+        identity,
+        node,
+        heartbeat,
+        credentials,
+        retry_s=heartbeat.interval_s,
+        refused=service.end,
+        locate=locate_of(settings),
+    )
     return FrontProcess(service, client, PeriodicTask(REPORT_S, node.report))

@@ -26,7 +26,7 @@ from jdisagg.core.errors import BadTicket
 log = logging.getLogger("jdisagg.cluster")
 
 METHOD = "/jdisagg.Control/Join"
-PROTOCOL = 6
+PROTOCOL = 7
 NONCE_BYTES = 16
 FIRST_RECORD_BYTES = 1000
 PIECE_BYTES = 256 << 10  # the longest message of the stream; the records of a handshake are of one piece
@@ -102,6 +102,7 @@ class Link:
         self._heard_s = clock()
         self._over_s: float | None = None
         self.why_over = ""
+        self.may_send: Callable[[], bool] = lambda: True  # false ends the link: a router whose lease has ended
 
     def send(self, body: dict[str, Any]) -> None:
         if self._out.qsize() >= MOST_WAITING:
@@ -123,6 +124,9 @@ class Link:
             except queue.Empty:
                 body = HEARTBEAT
             if body is None:
+                return
+            if not self.may_send():
+                self.hang_up("this router leads no longer")
                 return
             try:
                 record = self._outgoing.sign(body)

@@ -296,7 +296,8 @@ class WorkerNode(Node):
         self._told = self.own
         able = [peer for peer in self._told if peer.worker not in self._broken]
         can_be = {peer.worker: options_json(self.options[peer.worker]) for peer in able if peer.worker in self.options}
-        return {"workers": records(able), "can_be": can_be, "now_s": time.monotonic()}
+        named = [str(worker) for worker in self.machines]
+        return {"named": named, "workers": records(able), "can_be": can_be, "now_s": time.monotonic()}
 
     def on_joined(self, link: Link, welcome: dict[str, Any]) -> None:
         self._link = link

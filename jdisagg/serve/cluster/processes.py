@@ -8,8 +8,8 @@ back is another worker to everybody, and late messages for its former self find 
 
 from __future__ import annotations
 
+import math
 import secrets
-import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ import jax
 
 from jdisagg.core.adapters import adapter_sizes
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.events import ROUTER
+from jdisagg.core.events import ROUTER, TermBegan
 from jdisagg.core.journal import Header
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_identity import SHORT_DIGITS
@@ -35,9 +35,11 @@ from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.certificates import kv_contexts, server_credentials
-from jdisagg.serve.cluster.control_server import ControlServer
+from jdisagg.serve.cluster.control_client import Locate
+from jdisagg.serve.cluster.control_server import ControlServer, ServerCallbacks
+from jdisagg.serve.cluster.coordination import RouterAddress, open_lease
 from jdisagg.serve.cluster.fronts import RouterFronts
-from jdisagg.serve.cluster.leadership import RouterPair, leadership_of, pair_of, pair_with
+from jdisagg.serve.cluster.leadership import Leadership
 from jdisagg.serve.cluster.link import Heartbeat
 from jdisagg.serve.cluster.nodes import Node, record_of
 from jdisagg.serve.cluster.profiles import RouterProfiles
@@ -76,16 +78,55 @@ ROLES = (ROUTER_ROLE, "prefill", "decode", "colocated")
 def roles_of(settings: Settings) -> frozenset[str]:
     """What --role names. Raises ConfigError."""
     if settings.role == ALL_ROLES:
+        if settings.coordination:
+            raise ConfigError(
+                f"--coordination={settings.coordination} is for a router that others join: --role=all is one process,"
+                " so name the roles of each process"
+            )
         return frozenset(ROLES)
     roles = frozenset(settings.role.split(","))
     if not (roles <= set(ROLES) or roles == {FRONT_ROLE}):
         known = f"{', '.join(ROLES)}, several with commas, or all, or {FRONT_ROLE} alone"
         raise ConfigError(f"--role={settings.role}: roles are {known}")
-    if ROUTER_ROLE not in roles and not settings.router:
-        raise ConfigError(f"--role={settings.role} needs --router=HOST:PORT, the control port of the router's process")
-    if ROUTER_ROLE in roles:
-        pair_of(settings)
+    check_coordination(settings, roles)
     return roles
+
+
+def check_coordination(settings: Settings, roles: frozenset[str]) -> None:
+    """Raises ConfigError where the router cannot be found by --router or --coordination, or is named twice."""
+    if "," in settings.router:
+        raise ConfigError(
+            f"--router={settings.router} names several routers: leave it out, and give every process the same"
+            " --coordination=redis://HOST:PORT/0, etcd://HOST:PORT or kubernetes, which says the one that leads"
+        )
+    if settings.coordination and settings.router:
+        given = f"--router={settings.router} and --coordination={settings.coordination}"
+        raise ConfigError(f"{given} both say where the router is: give one of them")
+    if ROUTER_ROLE not in roles and not (settings.router or settings.coordination):
+        raise ConfigError(
+            f"--role={settings.role} needs --router=HOST:PORT, the control port of the router's process, or"
+            " --coordination, the service that says where it is"
+        )
+    if ROUTER_ROLE in roles and settings.router:
+        raise ConfigError(f"--router={settings.router} is for workers and fronts: --role={settings.role} is the router")
+    if settings.coordination and ROUTER_ROLE in roles:
+        router_host(settings)
+        if settings.control_port < 1:
+            raise ConfigError(
+                f"--control_port={settings.control_port} with --coordination={settings.coordination}: others find this"
+                " router by its port, so choose one"
+            )
+
+
+def router_host(settings: Settings) -> str:
+    """Returns the host at which other processes reach this router. Raises ConfigError for none."""
+    host = settings.control_advertise or settings.host
+    if settings.coordination and host in ("0.0.0.0", "::", ""):
+        raise ConfigError(
+            f"--host={settings.host} is no address that others can reach: with --coordination give the router"
+            " --control_advertise=HOST too"
+        )
+    return host
 
 
 def read_secret(settings: Settings) -> bytes:
@@ -199,17 +240,15 @@ class RouterProcess:
     node: RouterNode
     control_server: ControlServer
     profiles: RouterProfiles
-    pair: RouterPair | None = None  # with the other router
+    leadership: Leadership
 
     def start(self) -> None:
         self.service.start()
+        self.leadership.start()
         self.control_server.start()
-        if self.pair is not None:
-            self.pair.start()
 
     def stop(self) -> None:
-        if self.pair is not None:
-            self.pair.stop()
+        self.leadership.stop()
         self.control_server.stop()
         self.service.stop()
         self.node.close()
@@ -226,32 +265,53 @@ def build_router(
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     machines = load_executors(deployment, settings, devices, own)
     node = RouterNode(remote_kv, machines, peers_of(machines, remote_kv), options_of(deployment, settings, own))
-    address = f"{settings.host}:{settings.control_port}"
     transport = remote_kv.config
     profiles = RouterProfiles(node)
     check = partial(Request.check, vocab_size=deployment.model.vocab_size, max_model_len=deployment.max_model_len)
     fronts = RouterFronts(profiles, check, lambda: node.able)
-    leadership = leadership_of(settings, fronts)
+
+    def begin_term(term: int) -> None:
+        service.driver.post(ROUTER, TermBegan(term))
+
+    def step_down(why: str) -> None:
+        service.end(why)
+
+    leadership = leadership_of(settings, fronts, begin_term, step_down)
     control_server = ControlServer(
-        address, transport.secret, transport.identity, leadership or fronts, heartbeat_of(settings), credentials
+        f"{settings.host}:{settings.control_port}",
+        transport.secret,
+        transport.identity,
+        leadership,
+        heartbeat_of(settings),
+        credentials,
     )
     warm(machines, progress, partial(remote_programs, deployment))
-    config = replace(
-        router_config(settings), workers_return=True, first_epoch=first_epoch(), adopt_s=settings.peer_silence_s
-    )
+    config = replace(router_config(settings), workers_return=True, adopt_s=settings.peer_silence_s)
     records = Records(settings.debug_keep)
     stores = open_stores(deployment, settings, machines)
     router = Router(config, [*own.values()], records.note)
-    able = (lambda: node.able) if leadership is None else (lambda: node.able and leadership.leads)
     reshaper = reshaper_of(deployment, machines, node)
-    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts, able, reshaper)
+    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts, reshaper)
     post_found(service.driver, stores)
     post_compression_costs(service.driver, deployment, machines)
     node.driver = fronts.driver = service.driver
-    pair = (
-        None if leadership is None else pair_with(leadership, settings, transport, heartbeat_of(settings), service.end)
-    )
-    return RouterProcess(service, node, control_server, profiles, pair)
+    service.standby = leadership.standby_error
+    return RouterProcess(service, node, control_server, profiles, leadership)
+
+
+def leadership_of(
+    settings: Settings, node: ServerCallbacks, begin_term: Callable[[int], None], step_down: Callable[[str], None]
+) -> Leadership:
+    """Returns the router's leadership by the service that --coordination names. Raises ConfigError."""
+    address = RouterAddress(router_host(settings), settings.control_port, settings.http_port, settings.grpc_port)
+    lease = open_lease(settings.coordination, str(address), settings.peer_silence_s)
+    ttl_s = settings.peer_silence_s if settings.coordination else math.inf
+    return Leadership(node, lease, ttl_s, begin_term, step_down)
+
+
+def locate_of(settings: Settings) -> Locate | None:
+    """Returns what a worker or front asks for the leader; None where --router says it. Raises ConfigError."""
+    return open_lease(settings.coordination, "", settings.peer_silence_s).leader if settings.coordination else None
 
 
 def _service(
@@ -263,7 +323,6 @@ def _service(
     records: Records,
     stores: Mapping[WorkerId, WorkerStores],
     fronts: RouterFronts,
-    able: Callable[[], bool],
     reshaper: MeshReshaper | None,
 ) -> LocalService:
     configs = tuple(machine.config for machine in node.machines.values())
@@ -296,15 +355,10 @@ def _service(
         debug_state=debug if settings.debug_keep else None,
         recompiles=node.recompiles,
         remote=node,
-        able=able,
+        able=lambda: node.able,
         reshaper=reshaper,
         pools=lambda driver: Pools(
             driver.post, node.places, lambda: node.options, lambda: {**node.reshape_times, **times}, scaling
         ),
         stores=stores,
     )
-
-
-def first_epoch() -> int:
-    """Over every epoch that a router started earlier has given, at up to a million a second."""
-    return int(time.time() * 1e6)

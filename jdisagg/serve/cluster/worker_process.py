@@ -16,10 +16,10 @@ from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.certificates import channel_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.health import HealthServer
-from jdisagg.serve.cluster.leadership import KnownMembers
 from jdisagg.serve.cluster.nodes import WorkerNode
 from jdisagg.serve.cluster.processes import (
     heartbeat_of,
+    locate_of,
     node_metrics,
     own_workers,
     peers_of,
@@ -140,10 +140,12 @@ def join_router(
         settings.router,
         transport.secret,
         transport.identity,
-        KnownMembers(WorkerProfiles(node), tuple(machines)),
+        WorkerProfiles(node),
         heartbeat,
         credentials,
+        retry_s=heartbeat.interval_s,
         refused=ended,
+        locate=locate_of(settings),
     )
     return WorkerProcess(node, client, health_of(settings, node))
 

@@ -150,7 +150,8 @@ class DryRun:
         told: dict[str, Any] = {each.name: getattr(self.settings, each.name) for each in fields(Settings)}
         told |= {"role": ",".join(process.roles), "router": "", "group_rank": -1}
         if ROUTER_ROLE not in process.roles and ALL_ROLES not in process.roles:
-            told["router"] = self.settings.router or f"{HERE}:{self.settings.control_port}"
+            found = self.settings.router or f"{HERE}:{self.settings.control_port}"
+            told["router"] = "" if self.settings.coordination else found
             told["kv_listen"] = self._kv_listen() if process.places else self.settings.kv_listen
         if process.size > 1 and self.group is not None:
             place = process.places[0].worker

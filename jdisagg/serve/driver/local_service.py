@@ -25,7 +25,7 @@ from jdisagg.serve.driver.driver import Actor, LiveDriver, Observer, Outcome
 from jdisagg.serve.driver.executors import RemoteWorkers
 from jdisagg.serve.driver.kv_moves import NO_STORES, WorkerStores
 from jdisagg.serve.driver.role_change import Reshaper
-from jdisagg.serve.driver.service import Capacity, Draining, ObjectiveUnmet, Rejected, Service, Update
+from jdisagg.serve.driver.service import Capacity, Draining, NotLeader, ObjectiveUnmet, Rejected, Service, Update
 from jdisagg.serve.frontends.structured import explain, with_beginning
 from jdisagg.serve.frontends.text import Piece, TextOptions, Transcript
 from jdisagg.serve.observability.metrics import Metrics
@@ -55,6 +55,8 @@ class Mailbox:
 
 class LocalService:
     """Implements `Service` over a `LiveDriver` that it starts and stops."""
+
+    standby: Callable[[], NotLeader | None] | None = None  # the error of every request while the router does not lead
 
     def __init__(
         self,
@@ -112,7 +114,11 @@ class LocalService:
 
     @property
     def ready(self) -> bool:
-        return self._open and self._able()
+        """True where requests are answered; a standby router answers them with the leader's address."""
+        return self._open and (self._able() or self._standby_error() is not None)
+
+    def _standby_error(self) -> NotLeader | None:
+        return None if self.standby is None else self.standby()
 
     @property
     def _open(self) -> bool:
@@ -161,6 +167,8 @@ class LocalService:
         """See `Service.stream`."""
         if not (self.ready or (self._open and self._others_may_join)):  # those who wait for a worker wait in the queue
             raise Draining(UNREADY)
+        if (not_leader := self._standby_error()) is not None:
+            raise not_leader
         request.check(self.model_config.vocab_size, self.max_model_len)
         if request.request_id in self._mailboxes:
             raise RequestError(f"a request with the id {request.request_id!r} is running", param="request_id")

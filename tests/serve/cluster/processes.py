@@ -88,6 +88,7 @@ class Cluster:
     folder: Path
     cache: Path
     mesh: str = "prefill:tp2,decode:pp2"
+    coordination: str = ""  # the service that every process is told of
     http: int = field(default_factory=free_port)
     control: int = field(default_factory=free_port)
     started: list[Process] = field(default_factory=list)
@@ -105,7 +106,9 @@ class Cluster:
         ]
         if "router" in role or role == "all":
             flags += [f"--http_port={self.http}", "--grpc_port=-1", f"--control_port={self.control}"]
-        else:
+        if self.coordination:
+            flags += [f"--coordination={self.coordination}"]
+        elif "router" not in role and role != "all":
             flags += [f"--router=127.0.0.1:{self.control}"]
         log = self.folder / f"{len(self.started)}-{role}.log"
         process = Process(role, launch([*flags, *more], log), log)

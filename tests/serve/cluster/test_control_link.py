@@ -175,7 +175,7 @@ def test_a_worker_joins_again_after_the_router_came_back(open_server, connect):
     assert router.next() == ("admit", "decode") and worker.next() == ("joined", 7)
 
 
-def test_another_secret_is_refused_at_both_ends(open_server, connect):
+def test_another_secret_is_refused_at_the_workers_end(open_server, connect):
     control_server, router = open_server()
     why: queue.SimpleQueue[str] = queue.SimpleQueue()
     connect(control_server.port, secret=OTHER_SECRET, refused=why.put)

@@ -1,11 +1,19 @@
-"""Two routers, one of which leads: it is killed, the other takes over, and it comes back standing by."""
+"""Two routers and the lease of a service: the leader is killed, the standby leads, and a restarted one stands by."""
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.error
+import urllib.request
+from pathlib import Path
 
+import grpc
 import pytest
 
+from jdisagg.serve.frontends.grpc import jetstream_pb2 as pb
+from jdisagg.serve.frontends.grpc.jetstream_pb2_grpc import OrchestratorStub
+from tests.kv.tiers.valkey import Valkey
 from tests.ports import free_port
 from tests.serve.cluster.processes import Cluster, Process, status, until
 
@@ -19,49 +27,72 @@ BODIES.append({**LONG, **HELD, "prompt": "def g(", "temperature": 0.7, "seed": 3
 GRACE_S = 60.0
 
 
-class Pair:
-    """Two routers, a front and a worker of each kind, all told of both routers."""
+class RouterGroup:
+    """Two routers, a front and a worker of each kind, all told of one coordination service."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        cluster.mesh = "prefill:tp1,decode:tp1"
+    def __init__(self, cluster: Cluster, url: str) -> None:
+        cluster.mesh, cluster.coordination = "prefill:tp1,decode:tp1", url
         self.cluster, self.second = cluster, Cluster(cluster.folder, cluster.cache, cluster.mesh)
-        self.second.control = free_port()
-        self.both = f"127.0.0.1:{cluster.control},127.0.0.1:{self.second.control}"
         self.via = Cluster(cluster.folder, cluster.cache, cluster.mesh)
-        self.routers = [self.start_router(cluster), self.start_router(self.second)]
-        more = [f"--router={self.both}", f"--router_grace_s={GRACE_S}"]
+        self.grpc_ports = {cluster.http: free_port(), self.second.http: free_port()}
+        first = self.start_router(cluster)
+        first.await_word("this router leads")
+        self.routers = [first, self.start_router(self.second)]
+        more = [f"--router_grace_s={GRACE_S}"]
         self.front = cluster.start("front", f"--http_port={self.via.http}", "--grpc_port=-1", *more)
         self.workers = [cluster.start(role, *more) for role in ("decode", "prefill")]
         until(lambda: status(f"{self.via.url}/ready") == 200, "a front that is ready")
+        until(lambda: status(f"{self.second.url}/ready") == 200, "a standby that is ready")
 
     def start_router(self, which: Cluster) -> Process:
-        flags = ["--queue_timeout_s=200", f"--router={self.both}"]
         ports = [f"--http_port={which.http}", f"--control_port={which.control}"]
-        return self.cluster.start("router", *ports, *flags)
+        return self.cluster.start(
+            "router", "--queue_timeout_s=200", *ports, f"--grpc_port={self.grpc_ports[which.http]}"
+        )
+
+    def assert_sends_clients_to(self, standby: Cluster, leader: Cluster) -> None:
+        """Asserts that a standby is ready, and answers requests with the leader's address."""
+        assert status(f"{standby.url}/ready") == 200
+        body = json.dumps({"model": "embedded", "prompt": "x", "max_tokens": 1}).encode()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(f"{standby.url}/v1/completions", body), timeout=60)
+        error = json.load(refused.value)["error"]
+        at, grpc_at = f"127.0.0.1:{leader.http}", f"127.0.0.1:{self.grpc_ports[leader.http]}"
+        assert refused.value.code == 503 and error["code"] == "not_leader"
+        assert refused.value.headers["x-jdisagg-leader"] == at
+        assert f"HTTP at {at} and gRPC at {grpc_at}" in error["message"]
+        with grpc.insecure_channel(f"127.0.0.1:{self.grpc_ports[standby.http]}") as channel:
+            asked = pb.DecodeRequest(text_content=pb.DecodeRequest.TextContent(text="x"), max_tokens=1)
+            with pytest.raises(grpc.RpcError) as failed:
+                list(OrchestratorStub(channel).Decode(asked, timeout=60))
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE and grpc_at in str(failed.value)
 
 
-def leads(router: Process) -> list[int]:
-    """The terms with which it has led."""
-    return [int(term) for term in re.findall(r"this router is leading: leads with term (\d+)", router.log.read_text())]
+def terms(router: Process) -> list[int]:
+    """Returns the terms with which the router has led."""
+    return [int(term) for term in re.findall(r"this router leads with term (\d+)", router.log.read_text())]
 
 
-def test_the_second_router_takes_over_from_the_first_and_streams_go_on_with_the_same_tokens(cluster: Cluster, pool):
-    pair = Pair(cluster)
-    first, second = pair.routers
-    assert leads(first) == [1] and not leads(second)
-    undisturbed = pair.via.ask_all(BODIES)
-    answers = [pair.via.begin(pool, pieces=3 if number < 2 else 0, **body) for number, body in enumerate(BODIES)]
-    first.kill()
-    for expected, answer in zip(undisturbed, answers, strict=True):
-        told = answer.result()
-        assert told.error is None and told.finish == "length"
-        assert told.tokens == expected.tokens and told.text == expected.text
-    assert leads(second) == [2] and second.said("goes on with"), "what was decoded was kept"
-    pair.second.await_all_free()
-    again = pair.start_router(cluster)
-    again.await_word("the other router is there")
-    assert pair.via.ask(**BODIES[0]).tokens == undisturbed[0].tokens
-    assert not leads(again) and status(f"{cluster.url}/ready") == 503, "it stands by"
-    second.kill()
-    assert pair.via.ask(**BODIES[1]).tokens == undisturbed[1].tokens
-    assert leads(again) == [3]
+def test_streams_outlive_kill_9_of_the_leading_router_with_the_same_tokens(cluster: Cluster, pool, tmp_path: Path):
+    with Valkey(policy="noeviction") as server:
+        group = RouterGroup(cluster, server.url)
+        first, second = group.routers
+        assert terms(first) == [1] and not terms(second)
+        group.assert_sends_clients_to(group.second, cluster)
+        undisturbed = group.via.ask_all(BODIES)
+        answers = [group.via.begin(pool, pieces=3 if number < 2 else 0, **body) for number, body in enumerate(BODIES)]
+        first.kill()
+        for expected, answer in zip(undisturbed, answers, strict=True):
+            told = answer.result()
+            assert told.error is None and told.finish == "length"
+            assert told.tokens == expected.tokens and told.text == expected.text
+        assert terms(second) == [2] and second.said("goes on with"), "what was decoded was kept"
+        group.second.await_all_free()
+        again = group.start_router(cluster)
+        until(lambda: status(f"{cluster.url}/ready") == 200, "a router that is back")
+        group.assert_sends_clients_to(cluster, group.second)
+        server.client().flushall()  # the service forgets the term, and workers do not
+        assert group.via.ask(**BODIES[0]).tokens == undisturbed[0].tokens
+        second.kill()
+        assert group.via.ask(**BODIES[1]).tokens == undisturbed[1].tokens
+        assert terms(again) and terms(again)[-1] > terms(second)[-1]

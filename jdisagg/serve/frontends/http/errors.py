@@ -17,7 +17,7 @@ from jdisagg.core.request import FinishReason
 from jdisagg.policy.client_limits import Allowance
 from jdisagg.serve.deploy.pools import NoSuchWorker, RoleConflict
 from jdisagg.serve.driver.local_service import AnswerFailed, GrammarEnded
-from jdisagg.serve.driver.service import Draining, ObjectiveUnmet, Rejected
+from jdisagg.serve.driver.service import Draining, NotLeader, ObjectiveUnmet, Rejected
 from jdisagg.serve.frontends.adapters import NoSuchAdapter
 from jdisagg.serve.frontends.clients import RateLimited
 from jdisagg.serve.observability.tracing import Busy
@@ -49,6 +49,7 @@ RESPONSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (RoleConflict, 409, "invalid_request_error", "role_conflict"),
     (Busy, 409, "invalid_request_error", "busy"),
     (Draining, 503, "service_unavailable_error", "not_ready"),
+    (NotLeader, 503, "service_unavailable_error", "not_leader"),
 )
 # What each status of an error means, for the OpenAPI document.
 MEANINGS: dict[int, str] = {
@@ -62,7 +63,8 @@ MEANINGS: dict[int, str] = {
     " come again",
     431: "The headers are too large",
     500: "A mistake of ours; the server's log has the details",
-    503: "The server is not ready, is going down, or has too many connections",
+    503: "The server is not ready, is going down, has too many connections, or is a standby router: x-jdisagg-leader"
+    " has the leader's address",
 }
 MESSAGES = "/v1/messages"
 WORDS = {  # what Anthropic's clients call each status
@@ -114,6 +116,8 @@ def error_response(error: Exception, path: str = "") -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, Rejected):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, NotLeader):
+        headers |= {"retry-after": "1"} | ({"x-jdisagg-leader": error.http} if error.http else {})
     if isinstance(error, RateLimited):
         headers |= allowance_headers(error.allowances)
     if isinstance(error, BodyTooLarge):
