@@ -28,8 +28,8 @@ from safetensors.numpy import save_file
 from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg import LLM, SamplingParams
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import Adapter
 from jdisagg.model.lora import CONFIG_FILE, WEIGHTS_FILE, adapted_leaves, target_of
 
 FLAGS = flags.FlagValues()

@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg.core.mesh_spec import MeshSpec
-from jdisagg.policy.autoscaler import Scaling
+from jdisagg.policy.scaling import Scaling
 from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of

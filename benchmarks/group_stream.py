@@ -24,10 +24,9 @@ from jdisagg.core.codec import decode_as, encode
 from jdisagg.core.request import RequestId, SamplingParams
 from jdisagg.core.steps import DecodeRows, PageGrant, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.policy.roll_call import Card
-from jdisagg.serve.group.assembly import Assembly, Meeting, join_leader, listener_at
-from jdisagg.serve.group.leader import awaited
-from jdisagg.serve.group.members import Members
-from jdisagg.serve.group.stream import Commands, Pulse
+from jdisagg.serve.cluster.group.assembly import Assembly, Meeting, join_leader, listener_at
+from jdisagg.serve.cluster.group.leader import Members, awaited
+from jdisagg.serve.cluster.group.stream import Commands, Pulse
 
 SECRET, SILENCE_S, WAIT_S = b"a secret of this benchmark alone", 30.0, 120.0
 AIM_US = 200.0

@@ -42,9 +42,7 @@ from jdisagg.core.events import ROUTER, StepDone
 from jdisagg.engine.decode import PendingRows
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.multi_step import MultiStepPrograms
-from jdisagg.engine.multi_step_rows import Drawn, PendingMultiStep, Slots
-from jdisagg.engine.pipelined_multi_step import PendingPipelinedMultiStep
+from jdisagg.engine.multi_step import Drawn, MultiStepPrograms, PendingMultiStep, PendingPipelinedMultiStep, Slots
 from jdisagg.model import looped_params
 from jdisagg.parallel.submesh import Program
 from jdisagg.policy.step_results import StepResults

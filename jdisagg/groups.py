@@ -20,12 +20,11 @@ from jdisagg import command, devices, terminal
 from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.errors import ConfigError, JdisaggError
 from jdisagg.core.settings import Settings
+from jdisagg.serve.cluster.group.assembly import GroupUnfilled
+from jdisagg.serve.cluster.group.leader import LeaderStart, MemberStart
+from jdisagg.serve.cluster.group.member import GroupEnded, devices_each, worker_devices
 from jdisagg.serve.cluster.worker_process import WorkerProcess
 from jdisagg.serve.deploy.deployment import Deployment, resolve_deployment
-from jdisagg.serve.group.assembly import GroupUnfilled
-from jdisagg.serve.group.build import LeaderStart, MemberStart
-from jdisagg.serve.group.member import GroupEnded
-from jdisagg.serve.group.world import devices_each, worker_devices
 
 FAILED = 1
 RunWorkers = Callable[[WorkerProcess, Settings, Console, "queue.SimpleQueue[str]"], int]

@@ -38,11 +38,11 @@ from jdisagg.core.settings import Settings
 from jdisagg.groups import run_group
 from jdisagg.model.checkpoint import read_model, weight_files
 from jdisagg.named_models import located
-from jdisagg.serve.cluster.front_process import build_front
-from jdisagg.serve.cluster.processes import (
+from jdisagg.serve.cluster.router_process import (
     ALL_ROLES,
     FRONT_ROLE,
     ROUTER_ROLE,
+    build_front,
     build_router,
     num_devices,
     read_secret,

@@ -11,8 +11,8 @@ from typing import Any, Self, TypeVar
 from rich.console import Console
 
 from jdisagg import devices
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import FlagError, RequestError
+from jdisagg.core.request import Adapter
 from jdisagg.core.settings import REMOVED, Settings
 from jdisagg.named_models import located
 from jdisagg.serve.deploy import assemble

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import Adapter
 from jdisagg.model.lora import AdapterWeights, adapted_leaves, identified, read_adapter, target_of
 from jdisagg.model.names import Index
 from jdisagg.model.sources import Source

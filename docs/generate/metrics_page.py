@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from docs.generate.markdown import table
-from jdisagg.policy.autoscaler import Scaling
-from jdisagg.policy.role_scaler import RoleScaler
+from jdisagg.policy.scaling import RoleScaler, Scaling
 from jdisagg.serve.observability.metrics import NAMES, Metrics
 
 INTRO = """# Metrics

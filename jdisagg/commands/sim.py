@@ -38,7 +38,7 @@ from jdisagg.core.profile import Checked, Profile, read_profile
 from jdisagg.core.router_config import RESERVE_TOKENS, RouterConfig, Routing
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.policy.autoscaler import Scaling
+from jdisagg.policy.scaling import Scaling
 from jdisagg.sim.arithmetic import DTYPE_BYTES
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import (

@@ -20,11 +20,10 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from jdisagg.core import events, messages, steps, tiers
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import DecodeError
 from jdisagg.core.labels import Labels
 from jdisagg.core.ledger import Ledger
-from jdisagg.core.request import Attempt, Request, Sampled, SamplingParams
+from jdisagg.core.request import Adapter, Attempt, Request, Sampled, SamplingParams
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Ring, Stages, WorkerConfig
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from jdisagg.core.adapters import adapter_sizes
 from jdisagg.core.default_sizes import ChosenSizes
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.labels import NOWHERE, Labels
 from jdisagg.core.layout.kv_layout import DraftPages, KVLayout
 from jdisagg.core.mesh_spec import Role, Schedule, WorkerMesh
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import WorkerId, adapter_sizes
 from jdisagg.core.router_config import RESERVE_TOKENS
 from jdisagg.core.settings import Settings, int_list
 from jdisagg.core.tiers import Tier

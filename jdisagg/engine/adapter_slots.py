@@ -16,10 +16,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import CheckpointError
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.request import SamplingParams
+from jdisagg.core.request import Adapter, SamplingParams
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.model.adapted_params import AdaptedParams, FactorLeaf
 from jdisagg.model.lora import MISSING, NONE, AdapterWeights, read_adapter

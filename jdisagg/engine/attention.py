@@ -2,18 +2,138 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jdisagg.core.model_config import AttentionOptions
-from jdisagg.engine.latent_prefill import prefill_latents
 from jdisagg.model.latent_attention import LatentQueries
 from jdisagg.model.network import Attend, OptionsOf
+from jdisagg.model.params import StageParams, dotted
+from jdisagg.parallel.submesh import WHOLE, Submesh
 from pallas_kernels import QuantizedPages, paged_attention, prefill_attention, write_kv_pages
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
+
+# Chunks of prompts over latent pages, by the cheaper of two ways that give the same
+# (`model/latent_attention.py`).
+#
+# *Absorbed*, a chunk attends to the latents as decode does. *Expanded*, keys and values of every head are made of
+# the latents that its sequences hold, into pages of their own that last for one layer, and ordinary attention
+# runs over those. Which costs fewer FLOPs depends on how many tokens are held for each new one, so the device
+# decides, chunk by chunk: a prompt without a cached prefix is expanded; a few new tokens behind a long prefix are
+# absorbed.
+
+LEAST_ROWS = 64  # of a chunk: what smaller ones could save is not worth a second way in the program
+TOKENS_A_ROW = 4  # tokens that are expanded at most, for each row of the chunk
+EXPANDED_BYTES = 1 << 28  # of expanded pages at most
+BLOCK_TOKENS = 128  # expanded in one product
+
+
+def prefill_latents(
+    queries: LatentQueries,
+    pool: Array,
+    table: Array,
+    kv_lens: Array,
+    cu_q_lens: Array,
+    options: AttentionOptions,
+) -> Array:
+    """Attention of a packed chunk, [T, H, V]; arguments as of `prefill_attention`."""
+    spans = table, kv_lens, cu_q_lens
+    ways = [partial(way, queries, options=options) for way in (absorbed_prefill, expanded_prefill)]
+    most = most_pages(queries, pool, table)
+    if most == 0:
+        return ways[0](pool, *spans)
+    pays = expansion_pays(queries, pool.shape[3], most, kv_lens, cu_q_lens)
+    return lax.cond(pays, partial(ways[1], most=most), ways[0], pool, *spans)
+
+
+def absorbed_prefill(queries: LatentQueries, pool: Array, *spans: Array, options: AttentionOptions) -> Array:
+    return queries.values_of(prefill_attention(queries.absorbed, pool, *spans, **options._asdict()))
+
+
+def expanded_prefill(
+    queries: LatentQueries,
+    pool: Array,
+    table: Array,
+    kv_lens: Array,
+    cu_q_lens: Array,
+    *,
+    options: AttentionOptions,
+    most: int,
+) -> Array:
+    """most: pages that the sequences with rows in this chunk hold at most."""
+    held = held_pages(kv_lens, cu_q_lens, pool.shape[3])
+    before = jnp.cumulative_sum(held, include_initial=True)
+    column = jnp.arange(table.shape[1])[None, :]
+    dense = jnp.where(column < held[:, None], 1 + before[:-1, None] + column, 0).astype(jnp.int32)
+    pages = expanded_pages(queries, pool, table, before, most)
+    named: Any = options._replace(value_size=None)._asdict()
+    mixed = prefill_attention(queries.whole, pages, dense, kv_lens, cu_q_lens, **named)
+    return mixed[..., : queries.value_size]
+
+
+def expanded_pages(queries: LatentQueries, pool: Array, table: Array, before: Array, most: int) -> Array:
+    """[1 + most, H, 2, page_size, D]: keys and values of the pages that are held, one sequence after another.
+
+    before: i32[S + 1], pages of the sequences before each. Page 0 is zeros; what follows the last page is not written.
+    """
+    page_size, heads = pool.shape[3], queries.up.shape[0]
+    block = pages_of_block(page_size)
+    item = jnp.arange(-(-most // block) * block)
+    owner = jnp.minimum(jnp.sum(before[None, 1:] <= item[:, None], axis=1), table.shape[0] - 1)
+    place = jnp.minimum(item - before[owner], table.shape[1] - 1)
+    ids = jnp.where(item < before[-1], table[owner, place], 0)
+    size = max(queries.key_size, queries.value_size)
+
+    def expand(index: Array, pages: Array) -> Array:
+        rows = pool[lax.dynamic_slice_in_dim(ids, index * block, block)][:, 0, 0]  # [block, page_size, R + rotated]
+        both = [_widened(part, size) for part in queries.expanded(rows.astype(queries.up.dtype))]
+        made = jnp.stack(both).transpose(1, 3, 0, 2, 4)  # [block, H, 2, page_size, D]
+        return lax.dynamic_update_slice_in_dim(pages, made, 1 + index * block, axis=0)
+
+    pages = jnp.zeros((1 + item.shape[0], heads, 2, page_size, size), queries.up.dtype)
+    return lax.fori_loop(0, -(-before[-1] // block), expand, pages)
+
+
+def _widened(rows: Array, size: int) -> Array:
+    """Zeros behind the last dimension."""
+    return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, size - rows.shape[-1])])
+
+
+def most_pages(queries: LatentQueries, pool: Array, table: Array) -> int:
+    """Pages that a chunk of this shape may expand; 0 where it never does."""
+    rows, page_size = queries.nope.shape[0], pool.shape[3]
+    size = max(queries.key_size, queries.value_size)
+    page_bytes = queries.up.shape[0] * 2 * page_size * size * queries.up.dtype.itemsize
+    block = pages_of_block(page_size)
+    fits = min(table.size, rows * TOKENS_A_ROW // page_size, EXPANDED_BYTES // page_bytes)
+    return 0 if rows < LEAST_ROWS else fits // block * block or fits
+
+
+def pages_of_block(page_size: int) -> int:
+    return max(1, BLOCK_TOKENS // page_size)
+
+
+def expansion_pays(queries: LatentQueries, page_size: int, most: int, kv_lens: Array, cu_q_lens: Array) -> Array:
+    """bool[]: whether to expand takes fewer FLOPs, and the pages are there for it."""
+    pages = jnp.sum(held_pages(kv_lens, cu_q_lens, page_size))
+    rows, held = jnp.diff(cu_q_lens).astype(jnp.float32), kv_lens.astype(jnp.float32)
+    _, made, rank = queries.up.shape
+    making = 2.0 * rank * made  # of a token and head: its key and value made, or its query absorbed
+    saving = 2.0 * (2 * rank - made)  # of a pair and head; what is rotated costs the same in both ways
+    saved = jnp.sum(rows * (held - rows / 2)) * saving
+    cost = (pages.astype(jnp.float32) * page_size - jnp.sum(rows)) * making
+    return (cost < saved) & (pages <= most)
+
+
+def held_pages(kv_lens: Array, cu_q_lens: Array, page_size: int) -> Array:
+    """i32[S]: pages of each sequence that has rows in the chunk."""
+    return jnp.where(jnp.diff(cu_q_lens) > 0, -(-kv_lens // page_size), 0)
 
 
 def fit_to_keep(k: Array, v: Array | None, value_size: int | None) -> tuple[Array, Array | None]:
@@ -37,7 +157,7 @@ def sharing_rows(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return jnp.concatenate([jnp.zeros_like(q), q], axis=-1), jnp.concatenate([v, k], axis=-1)
 
 
-class DecodeRows(NamedTuple):
+class DecodeAttentionRows(NamedTuple):
     """Where a step's decode rows read and write: one new token a slot."""
 
     table: Array  # i32[B, W], or of fewer slots, each with as many rows one behind the other
@@ -56,7 +176,7 @@ class ChunkRows(NamedTuple):
     offsets: Array  # i32[T]
 
 
-Rows = TypeVar("Rows", DecodeRows | None, ChunkRows | None)
+Rows = TypeVar("Rows", DecodeAttentionRows | None, ChunkRows | None)
 
 
 def shifted(rows: Rows, offset: Array | int) -> Rows:
@@ -66,17 +186,19 @@ def shifted(rows: Rows, offset: Array | int) -> Rows:
     return rows._replace(table=rows.table + offset, pages=jnp.where(rows.pages == 0, 0, rows.pages + offset))
 
 
-def decode_rows(table: Array, positions: Array, alive: Array, page_size: int) -> DecodeRows:
+def decode_rows(table: Array, positions: Array, alive: Array, page_size: int) -> DecodeAttentionRows:
     """positions i32[B]: tokens held before the new one; alive bool[B]: the others attend to nothing."""
     index = positions // page_size
     alive = alive & (index < table.shape[1])
     column = jnp.minimum(index, table.shape[1] - 1).reshape(table.shape[0], -1)
     pages = jnp.take_along_axis(table, column, axis=1).reshape(-1)
     lengths = jnp.where(alive, positions + 1, 0)
-    return DecodeRows(table, lengths, jnp.where(alive, pages, 0), positions % page_size)
+    return DecodeAttentionRows(table, lengths, jnp.where(alive, pages, 0), positions % page_size)
 
 
-def paged_attend(pools: list[Pool], rows: DecodeRows | None, chunks: ChunkRows | None, options_of: OptionsOf) -> Attend:
+def paged_attend(
+    pools: list[Pool], rows: DecodeAttentionRows | None, chunks: ChunkRows | None, options_of: OptionsOf
+) -> Attend:
     """Attention of a step's rows, those of slots before those of chunks; `pools` (a list of this program's own) is
     updated in place. No row reads what another of the same step writes, but for a chunk its own.
     """
@@ -103,7 +225,7 @@ def paged_attend(pools: list[Pool], rows: DecodeRows | None, chunks: ChunkRows |
 
 
 def attend_slots(
-    q: Array | LatentQueries, pool: Pool, rows: DecodeRows, options: AttentionOptions, sinks: Array | None
+    q: Array | LatentQueries, pool: Pool, rows: DecodeAttentionRows, options: AttentionOptions, sinks: Array | None
 ) -> Array:
     """One token a slot; latents are attended to as they are kept."""
     named = {**options._asdict(), "sinks": sinks}
@@ -124,3 +246,29 @@ def attend_chunks(
 
 def _rows_of(q: Array | LatentQueries, rows: slice) -> Array | LatentQueries:
     return q.of(rows) if isinstance(q, LatentQueries) else q[rows]
+
+
+# How the table of embeddings lies on a TPU: row by row, as tokens are looked up.
+#
+# Left to itself a TPU puts the longer side last where the hidden size is no whole number of lanes, which pads
+# less, and copies the whole table at every lookup: 1.1 GiB a step of gpt-oss, whose rows are of 2,880 numbers.
+
+TABLE = "embed"
+
+
+def by_rows(params: StageParams, submesh: Submesh) -> StageParams:
+    """The same weights, or shapes of weights, with the table laid out so; elsewhere than on a TPU it is already."""
+    if submesh.devices[0].platform != "tpu":
+        return params
+    tree = jax.tree.unflatten(params.treedef, params.leaves)
+    named, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return replace(params, leaves=[_by_rows(leaf, submesh) if dotted(path) == TABLE else leaf for path, leaf in named])
+
+
+def _by_rows(table: Any, submesh: Submesh) -> Any:
+    form = submesh.row_major(WHOLE, 2)
+    if isinstance(table, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=form)
+    if submesh.spans_processes:
+        return jax.jit(lambda each: each, out_shardings=form)(table)
+    return jax.device_put(table, form)

@@ -14,9 +14,8 @@ from jax.errors import JaxRuntimeError
 from jdisagg.core.hardware import Collective, Sent, counted, sent_by
 from jdisagg.core.schedule import Events
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.engine.hlo import read_collectives
-from jdisagg.engine.hlo_text import parsed
-from jdisagg.engine.schedule import read_schedule
+from jdisagg.engine.hlo import parsed, read_collectives
+from jdisagg.engine.runner import read_schedule
 
 MIB = 1 << 20
 TEMP_LIMIT_BYTES = 64 * MIB  # besides activations: more than this means that a pool or a matrix was copied

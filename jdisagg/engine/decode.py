@@ -24,19 +24,23 @@ from jdisagg.core.request import BROKEN, Sampled, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
-from jdisagg.engine.grammar_masks import GrammarMasks, masked
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.sampling import (
+    BatchSampling,
     Counts,
+    Put,
     SamplingMetadata,
+    SamplingRows,
     counted,
+    history_rows,
     is_stop,
     pick,
     pick_greedy,
+    sampled_rows,
     token_logprobs,
     with_row,
 )
-from jdisagg.engine.sampling_metadata import Asked, Put, SamplingRows, history_rows, sampled_rows
+from jdisagg.engine.spec.grammar_masks import GrammarMasks, masked
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.model.lora import NONE
 from jdisagg.parallel.submesh import Program, RingMesh, Submesh
@@ -160,11 +164,11 @@ class Microbatch:
         """See `GrammarMasks.allowed`."""
         return self.masks.allowed(slot - self.first_slot for slot in active) if self.masks.places else None
 
-    def asked(self, active: tuple[int, ...]) -> Asked:
+    def asked(self, active: tuple[int, ...]) -> BatchSampling:
         if self.rows.asked is None or self.rows.asked.active is not active:
             found = [sampling for slot in active if (sampling := self.sampling[slot - self.first_slot]) is not None]
             assert len(found) == len(active), f"an active slot of {active} holds no sequence"
-            self.rows.asked = Asked.of(active, found)
+            self.rows.asked = BatchSampling.of(active, found)
         return self.rows.asked
 
 
@@ -265,7 +269,7 @@ class Decoder(DrawPrograms):
             array.copy_to_host_async()
         return PendingRows(plan, batch.first_slot, tokens, asked.wanted, logprobs)
 
-    def _draw(self, batch: Microbatch, logits: Array, asked: Asked) -> Array:
+    def _draw(self, batch: Microbatch, logits: Array, asked: BatchSampling) -> Array:
         if asked.plain:
             batch.state, tokens = self.draw_greedy(logits, batch.state, batch.metadata)
             return tokens

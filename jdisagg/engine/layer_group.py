@@ -16,28 +16,181 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 
 from jdisagg.core.layout.kv_layout import KVLayout
-from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.model_config import AttentionOptions, Experts, ModelConfig
 from jdisagg.engine.adapter_slots import SlotPrograms
-from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows
+from jdisagg.engine.attention import ChunkRows, DecodeAttentionRows, by_rows, decode_rows, paged_attend, shifted
 from jdisagg.engine.declaration import abstract
-from jdisagg.engine.expert_load import ExpertLoad
-from jdisagg.engine.lookup import by_rows
-from jdisagg.engine.looped_layers import LoopedLayers
-from jdisagg.engine.paged_layers import PagedLayers
+from jdisagg.engine.expert_load import ExpertLoad, tokens_sent
 from jdisagg.engine.pooling import pooled
 from jdisagg.engine.sampling import token_logprobs
 from jdisagg.kv.pools import POOL_SPEC, PoolForm, StagePages, pool_format
 from jdisagg.model.adapted_params import with_room
 from jdisagg.model.looped_params import LoopedParams
-from jdisagg.model.lora import AdapterCapacity
-from jdisagg.model.network import Layer, Stage
+from jdisagg.model.lora import AdapterCapacity, give_rows
+from jdisagg.model.network import Layer, OptionsOf, Stage
 from jdisagg.model.params import StageParams
+from jdisagg.model.rope import Rotation
 from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
+
+# The layers of a device program, each called over its own pages.
+#
+# Layers that are alike are traced once: the first is a jitted function, which the others call with their own
+# weights and pages. Tracing and lowering thirty layers one by one is most of the time that a start takes whose
+# programs are compiled already.
+
+
+class PagedLayers:
+    """Is called with each layer of one stage, once, while a program is traced (`network.CallLayer`).
+
+    pools: of each layer by its place, or one of all of them, layer behind layer; replaced by what the layers leave.
+    live: bool[T], the rows that count as tokens that experts are sent.
+    """
+
+    def __init__(
+        self,
+        pools: list[Pool],
+        rows: DecodeAttentionRows | None,
+        chunks: ChunkRows | None,
+        options_of: OptionsOf,
+        experts: Experts | None,
+        live: Array,
+        adapters: Array | None = None,
+        joined: int = 0,
+    ) -> None:
+        """adapters: i32[T], the slot of each row's (`low_rank.py`), where rows may have any. joined: layers whose pages
+        lie in the one pool; 0: each has its own."""
+        self.pools, self.options_of, self.experts = list(pools), options_of, experts
+        self._rows, self._inputs = (rows, chunks), (live, adapters)
+        self._pages = stored(pools[0]).shape[0] // joined if joined else 0  # of one layer
+        self._kinds: dict[Any, Callable[..., tuple[Array, Pool, list[Array]]]] = {}
+        self._sent: list[Array] = []
+
+    def __call__(self, layer: Layer, x: Array, rotation: Rotation, index: int) -> Array:
+        graph, leaves = nnx.split(layer)
+        kind = graph, self.options_of(index)
+        if kind not in self._kinds:
+            self._kinds[kind] = jax.jit(partial(run_layer, *kind, self.experts))
+        held, inputs = index if self._pages == 0 else 0, (*self._rows_of(index), *self._inputs)
+        x, self.pools[held], sent = self._kinds[kind](leaves, self.pools[held], x, rotation, *inputs)
+        self._sent += sent
+        return x
+
+    def _rows_of(self, index: int) -> tuple[DecodeAttentionRows | None, ChunkRows | None]:
+        rows, chunks = self._rows
+        return (shifted(rows, index * self._pages), shifted(chunks, index * self._pages)) if self._pages else self._rows
+
+    @property
+    def counts(self) -> tuple[Array, ...]:
+        """Tokens that each expert was sent, i32[layers with experts, experts], alone; nothing where none has any."""
+        return (jnp.stack(self._sent),) if self._sent else ()
+
+
+def run_layer(
+    graph: nnx.GraphDef[Layer],
+    options: AttentionOptions,
+    experts: Experts | None,
+    leaves: nnx.State[Any, Any],
+    pool: Pool,
+    x: Array,
+    rotation: Rotation,
+    rows: DecodeAttentionRows | None,
+    chunks: ChunkRows | None,
+    live: Array,
+    adapters: Array | None,
+) -> tuple[Array, Pool, list[Array]]:
+    """Activations and pool after one layer, and of one with experts the tokens each was sent."""
+    pools, sent = [pool], []
+
+    def routed(chosen: Array) -> None:
+        assert experts is not None
+        sent.append(tokens_sent(experts, chosen, live))
+
+    attend = paged_attend(pools, rows, chunks, lambda _: options)
+    layer = nnx.merge(graph, leaves)
+    give_rows(layer, adapters)
+    x = layer(x, rotation, 0, attend, routed)
+    return x, pools[0], sent
+
+
+# The layers of a device program as a loop: one period of them is written out, and goes round with each turn's
+# weights.
+#
+# The stage's pages lie in one pool, layer behind layer. It is carried through the loop and written in place,
+# never cut: a layer finds its pages by page numbers that begin where its own do.
+
+
+class LoopedLayers:
+    """Of one stage, run once while a program is traced; pool and counts are then what the layers leave.
+
+    pool: [layers * pages of one, ...]. live: bool[T], the rows that count as tokens that experts are sent.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        rows: DecodeAttentionRows | None,
+        chunks: ChunkRows | None,
+        num_layers: int,
+        experts: Experts | None,
+        live: Array,
+    ) -> None:
+        self.pool, self.experts = pool, experts
+        self._rows, self._chunks, self._live = rows, chunks, live
+        self._pages = stored(pool).shape[0] // num_layers  # of one layer
+        self._sent: list[Array] = []  # i32[layers, experts]
+
+    @property
+    def pools(self) -> list[Pool]:
+        return [self.pool]
+
+    @property
+    def counts(self) -> tuple[Array, ...]:
+        """Tokens that each expert was sent, i32[layers with experts, experts], alone; nothing where none has any."""
+        return (jnp.concatenate(self._sent),) if self._sent else ()
+
+    def run(self, stage: Stage, x: Array, positions: Array) -> Array:
+        """[..., hidden] -> [..., hidden], as `Stage.run_layers`."""
+        assert stage.repeat is not None
+        repeat, rotation_of = stage.repeat, stage.rotations(positions)
+
+        def one(place: int, layer: Layer, number: Array | int, x: Array, pool: Pool) -> tuple[Array, Pool, Any]:
+            graph, leaves = nnx.split(layer)
+            rows, chunks = shifted(self._rows, number * self._pages), shifted(self._chunks, number * self._pages)
+            kind = graph, stage.attention(place), self.experts
+            return run_layer(*kind, leaves, pool, x, rotation_of(place), rows, chunks, self._live, None)
+
+        def turn(carry: tuple[Array, Pool], inputs: tuple[list[Any], Array]) -> tuple[tuple[Array, Pool], Any]:
+            (x, pool), (leaves, number), sent = carry, inputs, []
+            for offset in range(repeat.period):
+                layer = nnx.merge(graphs[offset], leaves[offset])
+                x, pool, counts = one(repeat.first + offset, layer, number + offset, x, pool)
+                sent += counts
+            return (x, pool), jnp.stack(sent) if sent else None
+
+        def alone(place: int) -> None:
+            nonlocal x
+            (number,) = repeat.places(place)
+            x, self.pool, counts = one(place, stage.layers[place], number, x, self.pool)
+            self._sent += [each[None] for each in counts]
+
+        for place in range(repeat.first):
+            alone(place)
+        period = stage.layers[repeat.first : repeat.first + repeat.period]
+        graphs, leaves = zip(*(nnx.split(layer) for layer in period), strict=True)
+        numbers = repeat.first + repeat.period * jnp.arange(repeat.turns, dtype=jnp.int32)
+        (x, self.pool), sent = jax.lax.scan(turn, (x, self.pool), (list(leaves), numbers))
+        if sent is not None:
+            self._sent.append(sent.reshape(-1, sent.shape[-1]))
+        for place in range(repeat.first + repeat.period, len(stage.layers)):
+            alone(place)
+        return x
+
 
 SCORE_ROWS = 64  # rows whose logits exist at once while prompt logprobs are made
 
@@ -166,7 +319,7 @@ class LayerGroupPrograms:
         self,
         stage: Stage,
         pools: list[Pool],
-        kinds: tuple[DecodeRows | None, ChunkRows | None],
+        kinds: tuple[DecodeAttentionRows | None, ChunkRows | None],
         live: Array,
         adapters: list[Array],
         x: Array,
@@ -183,7 +336,7 @@ class LayerGroupPrograms:
         layers = PagedLayers(pools, *kinds, stage.attention, self.config.experts, live, slots, joined)
         return stage.run_layers(x, positions, layers), layers
 
-    def _slots(self, pools: list[Pool], table: Array, state: Array) -> tuple[DecodeRows, list[Array]]:
+    def _slots(self, pools: list[Pool], table: Array, state: Array) -> tuple[DecodeAttentionRows, list[Array]]:
         """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`); table i32[B, W], or of fewer
         slots, whose rows (a token and its draft) lie one behind the other. Adapters' slots are its last column."""
         adapters = []

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from typing import Any, Protocol
@@ -19,46 +19,103 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jdisagg.core.events import WireCost
-from jdisagg.core.layout.kv_layout import KVLayout
-from jdisagg.core.layout.reshard import PageGroup, StageShape, group_pages
+from jdisagg.core.layout.kv_layout import NULL_PAGE, DraftPages, KVLayout
+from jdisagg.core.layout.reshard import PageGroup, StageShape, group_pages, plan_transfer
 from jdisagg.core.layout.stages import ring_cut
 from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.request import Attempt
 from jdisagg.core.steps import KVTransfer, StepPlan
 from jdisagg.core.tiers import PageMove
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.engine.draft_layers import DraftLayers, DraftModel, open_draft
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
-from jdisagg.engine.headed_group import HeadedGroup
 from jdisagg.engine.layer_group import LayerGroup
-from jdisagg.engine.programs import ProgramTable, room_of, submeshes_of
+from jdisagg.engine.programs import (
+    ProgramTable,
+    Progress,
+    null_batch,
+    room_of,
+    run_null,
+    submeshes_of,
+    transfer_programs_of,
+)
+from jdisagg.engine.ring import LoadedRing, RingRunner
 from jdisagg.engine.ring_declarations import RingTable
-from jdisagg.engine.ring_runner import LoadedRing, RingRunner
 from jdisagg.engine.runner import Runner
-from jdisagg.engine.tier_pages import PackedPages, TierPages
-from jdisagg.engine.transfer_declarations import transfer_programs_of
-from jdisagg.engine.warmup import Progress, null_batch, run_null
+from jdisagg.engine.spec.draft_layers import DraftLayers, DraftModel, open_draft
+from jdisagg.engine.spec.eagle import EagleLayerGroup
 from jdisagg.kv.pools import PagesOfStage
 from jdisagg.kv.shipping import (
     ErrorMonitor,
     LandedKV,
     PackedKV,
+    TransferPrograms,
     check_landed,
     insert_landed,
     null_lists,
     pack_pages,
+    shapes_of,
     ship_pages,
 )
+from jdisagg.kv.tiers.records import RecordLayout, fill_records, land_records
 from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.grammars.grammars import Grammars
-from jdisagg.model.looped_params import load_for_platform
+from jdisagg.model.looped_params import load_for_platform, load_held, whole_stage
 from jdisagg.model.params import StageParams, StageSpec, load_stage
+from jdisagg.model.reshard import HeldWeights
 from jdisagg.model.ring_params import load_ring
 from jdisagg.model.sources import Source
 from jdisagg.parallel.submesh import Device, RingMesh, Submesh, shards_here
+
+# A worker's pages on their way to records below HBM, and back: what `kv/tiers` is to its devices.
+
+
+@dataclass(frozen=True)
+class PackedPages:
+    """Pages that were packed in program order."""
+
+    form: RecordLayout
+    packed: list[PackedKV]
+    count: int
+    error_bound: float
+
+    def read(self) -> tuple[np.ndarray, bool]:
+        """(u8[n, record_bytes], whether they may be kept); blocks until the devices have packed them."""
+        records = self.form.empty(self.count)
+        return records, fill_records(self.form, records, self.packed, self.error_bound)
+
+
+class TierPages:
+    """Of one worker."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        stages: Sequence[PagesOfStage],
+        programs: Mapping[Submesh, TransferPrograms],
+        draft: DraftPages | None = None,
+    ) -> None:
+        """draft: whose pages the last of the stages has."""
+        self.config, self.stages, self.programs = config, stages, dict(programs)
+        self.form = RecordLayout(stages[0].layout, config.tier_wire, config.digests, draft)
+
+    def pack(self, pages: Sequence[int]) -> PackedPages:
+        """Packs the pages now, in program order; returns at once."""
+        wire = self.config.tier_wire
+        packed = pack_pages(self.stages, self.programs, self.form.shapes, pages, pages, wire=wire)
+        return PackedPages(self.form, packed, len(pages), self.config.error_bound)
+
+    def land(self, pages: Sequence[int], records: np.ndarray, good: Sequence[bool]) -> list[LandedKV]:
+        """Starts records on their way to the devices, for these pages; those that are not good go nowhere."""
+        places = [page if fine else NULL_PAGE for page, fine in zip(pages, good, strict=True)]
+        if not all(good):
+            records[np.flatnonzero(~np.array(good))] = 0
+        shapes, number = shapes_of(self.stages), len(pages)
+        plan = plan_transfer(self.form.shapes, shapes, self.form.layout.num_kv_heads, (number, number))
+        return land_records(self.form, records, places, self.stages, plan.moves)
+
 
 TIMINGS = 3  # of one pack; the least counts
 
@@ -172,7 +229,7 @@ class MeshExecutor:
         parts = params, self.model, run, submesh, place.layout
         if not isinstance(place.draft, HeadModel) or run.stop < self.model.num_layers:
             return LayerGroup(*parts, self.config.num_pages, room)
-        return HeadedGroup(*parts, self.config, place.draft, place.dtype, room)
+        return EagleLayerGroup(*parts, self.config, place.draft, place.dtype, room)
 
     def _adapters(self) -> AdapterSlots | None:
         owners = [self.ring] if self.ring is not None else self.layer_groups
@@ -328,3 +385,89 @@ def wire_cost(wire: str, pack: Callable[[], list[PackedKV]], pages: int) -> Wire
         seconds.append(time.perf_counter() - began_s)
         size = sum(array.nbytes for array in packed)
     return WireCost(wire, min(seconds) / pages, size // pages)
+
+
+# A machine made of another on the same devices: its weights are cut anew in place, its pages are new and empty.
+#
+# The old machine holds nothing by then and is of no use afterwards: its pages are given up first, so that there
+# is room, and each weight as soon as its successor is there.
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a machine is to be: its sizes, how it holds KV, and the layers of its stages, or layer groups."""
+
+    config: WorkerConfig
+    layout: KVLayout
+    layers: tuple[range, ...]
+
+
+def shape_of(machine: MeshExecutor) -> Shape:
+    return Shape(machine.config, machine.place.layout, machine.place.layers)
+
+
+def reshaped(machine: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWeights]:
+    """Another machine on the same devices; what of the weights was moved, and what had to be read again."""
+    held, place = HeldWeights(), machine.place
+    for group in machine.layer_groups:
+        group.kv.pools.clear()
+    _give_up_draft(machine)
+    for group in machine.layer_groups:
+        spec = StageSpec(machine.model, group.layers, group.submesh.mesh, place.dtype, place.weights)
+        held.add(whole_stage(group.given_up(), spec), spec)
+    return _made(machine, shape, held), held
+
+
+def read_anew(machine: MeshExecutor, shape: Shape) -> MeshExecutor:
+    """As `reshaped`, where that went wrong half way: the weights come from where they came from at first."""
+    for group in machine.layer_groups:
+        group.params.leaves.clear()
+        group.kv.pools.clear()
+    _give_up_draft(machine)
+    return _made(machine, shape, None)
+
+
+def _give_up_draft(machine: MeshExecutor) -> None:
+    """The model that guesses is small: it is read anew where the machine is to decode."""
+    if machine.draft is not None:
+        machine.draft.params.leaves.clear()
+        machine.draft.kv.pools.clear()
+
+
+def _made(machine: MeshExecutor, shape: Shape, held: HeldWeights | None) -> MeshExecutor:
+    place = replace(machine.place, layout=shape.layout, layers=shape.layers)
+    parts = place.source, place.layout, place.layers, place.devices, place.dtype, place.weights, place.grammars
+    if held is None:
+        return MeshExecutor(shape.config, machine.model, *parts, draft=place.draft)
+    load = held.load if shape.config.max_loras else partial(load_held, held)
+    return MeshExecutor(shape.config, machine.model, *parts, load=load, draft=place.draft)
+
+
+Owned = tuple[MeshExecutor, DeclaredProgram]
+
+
+def programs_with(machine: MeshExecutor, others: Sequence[MeshExecutor]) -> Iterator[Owned]:
+    """Its own steps, and what it and the others need to ship KV to each other; each with the machine that runs it."""
+    yield from ((machine, each) for each in [*machine.table.steps(), *machine.table.transfers.tier_moves()])
+    for other in others:
+        roles = machine.config.role, other.config.role
+        if roles == (Role.PREFILL, Role.DECODE):
+            yield from _between(machine, other)
+        elif roles == (Role.DECODE, Role.PREFILL):
+            yield from _between(other, machine)
+
+
+def _between(source: MeshExecutor, destination: MeshExecutor) -> Iterator[Owned]:
+    yield from ((source, each) for each in source.table.departures(destination.table.shapes))
+    yield from ((destination, each) for each in destination.table.arrivals(source.table.shapes))
+
+
+def compile_cold(programs: Sequence[Owned]) -> list[Owned]:
+    """Compiles those that are not warm, from the cache of compiled programs where they are there; nothing runs.
+
+    Returns them: a call of each is quick now.
+    """
+    cold = {each.key: (machine, each) for machine, each in programs if each.key not in machine.warmed}
+    for _, each in cold.values():
+        each.program.lower(*each.arguments).compile()
+    return list(cold.values())

@@ -6,32 +6,133 @@ logprobs take single steps (`policy/scheduler.py`). Layers and sampling are thos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from jdisagg.core.events import StepDone
+from jdisagg.core.request import Sampled
 from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.decode import MASKED, Microbatch
+from jdisagg.engine.declaration import DeclaredProgram, logit_bytes, whole
+from jdisagg.engine.decode import ENABLED, MASKED, Drawing, DrawnRows, Microbatch, advanced, draw_greedy
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup, LayerGroupPrograms
-from jdisagg.engine.multi_step_rows import (
-    DRAWN,
-    PLAIN,
-    Drawn,
-    PendingMultiStep,
-    SentWidths,
-    Slots,
-    draw_left,
-    with_left,
-)
-from jdisagg.engine.sampling import SamplingMetadata
+from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, Put, SamplingMetadata, pick, sampled_rows
+from jdisagg.engine.spec.grammar_masks import masked
 from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.parallel.submesh import WHOLE, Program
 from pallas_kernels.wire_format import Pool
+
+# Several decode steps of every slot in one dispatch: the inputs and results of such a program, and the host's
+# part.
+#
+# Tokens are sampled and fed back on the devices. A slot takes at most the steps it may, and none after its stop
+# token. The steps of a ring go round its stages (`ring.py`); those of a worker of one stage follow each other in
+# a loop around its layers (`multi_step.py`).
+
+PLAIN, DRAWN, SCORED = "plain", "drawn", "scored"  # what a dispatch draws: argmax, anything, and its logprobs too
+
+
+class Slots(NamedTuple):
+    """What a dispatch knows of all slots, [.., S]; inside a ring's program [.., pp, B]."""
+
+    table: Array  # i32[S, W], one wider with adapters, whose slots come last
+    state: Array  # i32[4, S], see `decode.py`
+    left: Array  # i32[S]: tokens that each slot may draw in this dispatch
+    turns: Array  # i32[]: the most of them
+    metadata: SamplingMetadata
+    counts: Counts | None = None  # None where nobody is penalised
+    allowed: Array | None = None  # u32[S, words], see `grammar_masks.py`; None where nobody has a grammar
+
+
+class Drawn(NamedTuple):
+    """What a dispatch makes beside the pages: by turn and slot, and the slots' next state."""
+
+    tokens: Array  # i32[most, S], -1 where nothing was drawn
+    logprobs: tuple[Array, Array, Array] | None  # f32[most, S], i32[most, S, 20], f32[most, S, 20]
+    output: Array | None  # i32[S, V] of the counts
+    state: Array  # i32[4, S]
+
+
+def with_left(state: Array, left: Array) -> Array:
+    """The state, in which no slot is stepped that may draw nothing more."""
+    return state.at[ENABLED].set(state[ENABLED] * (left > 0).astype(jnp.int32))
+
+
+def draw_left(
+    kind: str,
+    logits: Array,
+    state: Array,
+    left: Array,
+    metadata: SamplingMetadata,
+    counts: Counts | None = None,
+    allowed: Array | None = None,
+) -> tuple[Array, Array]:
+    """A turn's tokens i32[B], -1 of slots that draw none, and the next state; see `Slots`."""
+    stepped = with_left(state, left)
+    if kind == PLAIN:
+        after, tokens = draw_greedy(logits, stepped, metadata)
+    else:
+        logits = logits if allowed is None else masked(logits, allowed)
+        after, tokens = advanced(stepped, pick(logits, metadata, counts, stepped[1] + 1), metadata)
+    return after.at[ENABLED].set(state[ENABLED]), tokens
+
+
+class SentWidths:
+    """Tokens that each slot may draw in a dispatch, and the most of them; sent where they are not as before."""
+
+    def __init__(self, slots: int, put: Put) -> None:
+        self._slots, self._put = slots, put
+        self._sent: tuple[list[int], Array, Array] | None = None
+        self._rows: DecodeRows | None = None  # that it was for
+
+    def of(self, rows: DecodeRows) -> tuple[Array, Array]:
+        """i32[S] and i32[]."""
+        if self._sent is not None and rows is self._rows:
+            return self._sent[1:]
+        self._rows = rows
+        widths = [0] * self._slots
+        for slot, width in zip(rows.active, rows.widths or [1] * len(rows.active), strict=True):
+            widths[slot] = width
+        if self._sent is None or self._sent[0] != widths:
+            host = np.array(widths, np.int32), np.array(max(widths), np.int32)
+            self._sent = widths, *self._put(host)
+        return self._sent[1:]
+
+
+@dataclass(frozen=True)
+class PendingMultiStep:
+    """A dispatch whose tokens are not read yet; see `executor.PendingStep`."""
+
+    step_id: int
+    plan: DecodeRows
+    drawn: Drawn
+    wanted: list[int | None]
+    counts: tuple[tuple[ExpertLoad, list[Array]], ...]
+
+    def read(self) -> StepDone:
+        tokens = np.asarray(self.drawn.tokens)
+        logprobs = None if self.drawn.logprobs is None else [np.asarray(part) for part in self.drawn.logprobs]
+        for load, taken in self.counts:
+            load.read(taken)
+        return StepDone(self.step_id, self._rows(tokens, logprobs), (), ())
+
+    def _rows(self, tokens: np.ndarray, logprobs: list[np.ndarray] | None) -> DrawnRows:
+        found = list[tuple[int, tuple[Sampled, ...] | None]]()
+        by_slot = tokens.T.tolist()
+        for slot, wanted in zip(self.plan.active, self.wanted, strict=True):
+            drawn = [token for token in by_slot[slot] if token != MASKED]
+            scores = None if logprobs is None else [part[: len(drawn), slot] for part in logprobs]
+            found.append((slot, tuple(sampled_rows(drawn, [wanted] * len(drawn), scores)) or None))
+        return tuple(found)
 
 
 class Carry(NamedTuple):
@@ -121,3 +222,119 @@ class MultiStep(MultiStepPrograms):
         if self._metadata is None or self._metadata[0] is not batch.metadata:
             self._metadata = batch.metadata, SamplingMetadata(*map(submesh.spread, batch.metadata))
         return Slots(table, state, *self._widths.of(plan), self._metadata[1])
+
+
+# Several decode steps of several stages in one dispatch: a step of all slots, run as single steps of one
+# microbatch after the other, all dispatched before any is read.
+#
+# A sampled token enters the first stage again on the devices. While one microbatch is at a stage the others are
+# at the other ones, so no stage waits for the host. Programs are those of single steps, so every kind of sampling
+# takes part. A row that has all its tokens is masked from the next step on, and a row that sampled its stop token
+# masks itself.
+
+
+def single_steps(rows: DecodeRows, batches: int, size: int) -> tuple[DecodeRows, ...]:
+    """Returns the single steps of `batches` microbatches of `size` slots that make up a step of all slots, in the order
+    of their dispatch.
+
+    Changes go with a microbatch's first step, even if it has no active slot. Equal steps are one object, so that
+    nothing is computed again for them.
+    """
+    firsts = [_of_batch(rows, batch, range(batch * size, (batch + 1) * size)) for batch in range(batches)]
+    rounds = [[first for first in firsts if first.active or _changes(first)]]
+    widths = rows.widths if rows.turns else ()
+    latest = dict(enumerate(firsts))
+    for turn in range(1, max(widths, default=1)):
+        drawing = {slot for slot, width in zip(rows.active, widths, strict=True) if width > turn}
+        latest = {batch: _next_turn(before, drawing) for batch, before in latest.items()}
+        rounds.append([each for each in latest.values() if each.active])
+    return tuple(chain.from_iterable(rounds))
+
+
+def _of_batch(rows: DecodeRows, batch: int, slots: range) -> DecodeRows:
+    width_of = dict(zip(rows.active, rows.widths, strict=True)) if rows.widths and not rows.turns else {}
+    active = tuple(slot for slot in rows.active if slot in slots)
+    return DecodeRows(
+        batch,
+        active,
+        rows.table_pages,
+        admit=tuple(each for each in rows.admit if each.slot in slots),
+        grants=tuple(each for each in rows.grants if each.slot in slots),
+        retire=tuple(slot for slot in rows.retire if slot in slots),
+        widths=tuple(width_of[slot] for slot in active if width_of),
+        read=tuple(each for each in rows.read if each.slot in slots),
+    )
+
+
+def _next_turn(before: DecodeRows, drawing: set[int]) -> DecodeRows:
+    """Returns a microbatch's next step, in which only rows that have all their tokens drop out."""
+    active = tuple(slot for slot in before.active if slot in drawing)
+    if active == before.active and not _changes(before):
+        return before
+    return replace(
+        before, active=before.active if active == before.active else active, admit=(), grants=(), retire=(), read=()
+    )
+
+
+def _changes(rows: DecodeRows) -> bool:
+    return bool(rows.admit or rows.grants or rows.retire or rows.read)
+
+
+class PipelinedMultiStep:
+    """The single steps of the rows that were run last: rows that repeat are one object, and taken apart once."""
+
+    def __init__(self, batches: int, size: int) -> None:
+        self._sizes = batches, size
+        self._last: tuple[DecodeRows, tuple[DecodeRows, ...]] | None = None
+
+    def of(self, rows: DecodeRows) -> tuple[DecodeRows, ...]:
+        if self._last is None or self._last[0] is not rows:
+            self._last = rows, single_steps(rows, *self._sizes)
+        return self._last[1]
+
+
+@dataclass(frozen=True)
+class PendingPipelinedMultiStep:
+    """A step of all slots that was dispatched; see `executor.PendingStep`."""
+
+    step_id: int
+    plan: DecodeRows
+    steps: Sequence[Drawing]
+    counts: tuple[tuple[ExpertLoad, list[Array]], ...]
+
+    def read(self) -> StepDone:
+        told = self._rows(chain.from_iterable([step.read() for step in self.steps]))
+        for load, taken in self.counts:
+            load.read(taken)
+        guessed = tuple(chain.from_iterable(step.guessed() for step in self.steps))
+        return StepDone(self.step_id, told, (), (), guessed=guessed)
+
+    def _rows(self, drawn: chain[tuple[int, tuple[Sampled, ...] | None]]) -> DrawnRows:
+        by_slot: dict[int, list[Sampled]] = {slot: [] for slot in self.plan.active}
+        for slot, tokens in drawn:
+            by_slot[slot] += tokens or ()
+        return tuple((slot, tuple(tokens) or None) for slot, tokens in by_slot.items())
+
+
+# Declared programs of several decode steps: each like the single step of the same slots, whose layers it runs.
+
+
+def declared_multi_step(turns: MultiStepPrograms, step: DeclaredProgram) -> list[DeclaredProgram]:
+    """Returns a program for each kind of sampling; step: the declared program of one decode step."""
+    table, state, _ = step.batch
+    slots, submesh = state.shape[1], turns.group.submesh
+    metadata = (slots, INT_COLUMNS), (slots, FLOAT_COLUMNS)
+    drawn = SamplingMetadata(whole(submesh, metadata[0]), whole(submesh, metadata[1], jnp.float32))  # pyright: ignore[reportArgumentType]
+    told = Slots(table, state, whole(submesh, (slots,)), whole(submesh, ()), drawn)  # pyright: ignore[reportArgumentType]
+    room = step.batch_bytes + logit_bytes(turns.group.config, slots)
+    return [
+        replace(
+            step,
+            kind=f"turns {kind}",
+            program=program,
+            batch=(told,),
+            batch_bytes=room,
+            loops=(turns.most, *step.loops),
+        )
+        for kind, program in turns.kinds.items()
+    ]

@@ -10,20 +10,33 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jdisagg.core.layout.kv_layout import NULL_PAGE
 from jdisagg.core.request import RequestId, Sampled
 from jdisagg.core.steps import PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
-from jdisagg.engine.grammar_masks import GrammarMasks, masked
+from jdisagg.engine.decode import POSITION
 from jdisagg.engine.layer_group import Chunks, LayerGroup
 from jdisagg.engine.pooling import pools, summed_rows, whole
-from jdisagg.engine.sampling import NUM_TOP, Counts, pick, pick_greedy, token_logprobs
-from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain, sampled_rows
+from jdisagg.engine.sampling import (
+    NUM_TOP,
+    Counts,
+    SamplingRows,
+    history_rows,
+    is_plain,
+    pick,
+    pick_greedy,
+    sampled_rows,
+    token_logprobs,
+)
+from jdisagg.engine.spec.grammar_masks import GrammarMasks, masked
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.model.lora import NONE
 from jdisagg.parallel.submesh import Program, Submesh
@@ -245,3 +258,51 @@ class Prefiller(FirstDrawPrograms):
                 self._borders[chunk.request_id] = BoundaryLogits(logits, row)
         while len(self._borders) > MAX_BOUNDARIES:
             self._borders.popitem(last=False)
+
+
+# Chunks of what a draft model has not read of slots, made where tokens are drawn: what was drawn last is known
+# there alone.
+
+
+class UnreadChunks(NamedTuple):
+    """As `layer_group.Chunks`, and what will have been read then."""
+
+    rows: Array  # i32[3, T]
+    spans: Array  # i32[2, S + 1]
+    table: Array  # i32[S, W]
+    fed: Array  # i32[B]
+
+
+def unread_chunks(
+    history: Array, state: Array, fed: Array, table: Array, picked: Array, places: Array, page_tokens: Array
+) -> UnreadChunks:
+    """Of some slots, the tokens before the one that is fed next, from the first that was not read.
+
+    history i32[B, S]: tokens by position; fed i32[B]: how many of each slot's were read; table i32[B, W]: its pages;
+    picked i32[2, S]: slots, B for none, and how many tokens of each at most, T in all; places i32[T]: 0, 1, 2, ...;
+    page_tokens i32[]: of a page.
+    """
+    slots, most = jnp.minimum(picked[0], history.shape[0] - 1), jnp.where(picked[0] < history.shape[0], picked[1], 0)
+    begun = jnp.minimum(fed[slots], state[POSITION][slots])
+    number = jnp.minimum(state[POSITION][slots] - begun, most)
+    ends = jnp.cumsum(number)
+    of = jnp.minimum(jnp.searchsorted(ends, places, side="right"), slots.shape[0] - 1)
+    positions, held = begun[of] + places - (ends - number)[of], places < ends[-1]
+    positions = jnp.where(held, positions, 0)
+    tokens = jnp.where(held, history[slots[of], positions], 0)
+    pages = jnp.where(held, table[slots[of], positions // page_tokens], NULL_PAGE)
+    reached = begun + number
+    spans = jnp.zeros((2, slots.shape[0] + 1), jnp.int32)
+    spans = spans.at[0, :-1].set(jnp.where(number > 0, reached, 0)).at[1, 1:].set(ends)
+    pages_of = jnp.where(number[:, None] > 0, table[slots], NULL_PAGE)
+    after = fed.at[jnp.where(number > 0, slots, history.shape[0])].set(reached, mode="drop")
+    rows = jnp.stack([tokens, positions, pages])
+    return UnreadChunks(*(each.astype(jnp.int32) for each in (rows, spans, pages_of, after)))
+
+
+def picks(counts: dict[int, int], sequences: int, slots: int) -> np.ndarray:
+    """i32[2, S]: these rows, and how many tokens of each."""
+    found = np.full((2, sequences), slots, np.int32)
+    found[1] = 0
+    found[:, : len(counts)] = [*counts], [*counts.values()]
+    return found

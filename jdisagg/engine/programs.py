@@ -8,38 +8,207 @@ mixed load by machines that were never warmed and holds what they compile to thi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from jdisagg.core.layout.kv_layout import KVLayout
-from jdisagg.core.layout.reshard import StageShape
+from jdisagg.core.layout.kv_layout import DraftPages, KVLayout
+from jdisagg.core.layout.reshard import Route, StageShape, draft_shape, plan_routes
 from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
-from jdisagg.core.worker_config import WorkerConfig
+from jdisagg.core.worker_config import RAW, Digests, WorkerConfig
 from jdisagg.engine.adapter_slots import declared_fills
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
-from jdisagg.engine.draft_declarations import declared_drafts, declared_reading
-from jdisagg.engine.draft_layers import DraftLayers
-from jdisagg.engine.drafting import DraftPrograms
 from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_first_draws
-from jdisagg.engine.forced import ForcedPrograms, declared_forced
-from jdisagg.engine.head_declarations import declared_heads, gathers_of, scored_bytes
-from jdisagg.engine.layer_group import LayerGroupPrograms
-from jdisagg.engine.multi_step import MultiStepPrograms
-from jdisagg.engine.multi_step_declarations import declared_multi_step
+from jdisagg.engine.layer_group import LayerGroup, LayerGroupPrograms
+from jdisagg.engine.multi_step import MultiStepPrograms, declared_multi_step
 from jdisagg.engine.prefill import FirstDrawPrograms
-from jdisagg.engine.transfer_declarations import Kept, TransferTable, pools_for, transfer_programs_of
-from jdisagg.kv.pools import PoolForm
-from jdisagg.kv.shipping import TransferPrograms
+from jdisagg.engine.ring import LoadedRing
+from jdisagg.engine.spec.draft_declarations import declared_drafts, declared_reading
+from jdisagg.engine.spec.draft_layers import DraftLayers
+from jdisagg.engine.spec.drafting import DraftPrograms
+from jdisagg.engine.spec.eagle import declared_heads, gathers_of, scored_bytes
+from jdisagg.engine.spec.forced import ForcedPrograms, declared_forced
+from jdisagg.kv.pools import PoolForm, abstract_pools
+from jdisagg.kv.shipping import SLICE_SPEC, HeadSlices, TransferPrograms, slice_shapes
+from jdisagg.kv.tiers.records import RecordLayout, kept_slices
 from jdisagg.model.looped_params import abstract_for_platform
 from jdisagg.model.lora import AdapterCapacity, room_for
 from jdisagg.model.params import StageSpec, abstract_stage_params
-from jdisagg.parallel.submesh import Device, Program, Submesh
+from jdisagg.parallel.submesh import Device, Program, Submesh, placed
+
+# The programs that pages leave and arrive by, declared: between workers, and to and from records below HBM.
+
+
+class Keeper(Protocol):
+    """A layer group, or what else has layers with pages."""
+
+    @property
+    def kv_layers(self) -> range: ...
+    @property
+    def submesh(self) -> Submesh: ...
+    @property
+    def joined(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The pages of one stage, as shipments know it."""
+
+    group: Keeper
+    layout: KVLayout
+    draft: DraftPages | None = None  # whose pages these are; None: the model's
+
+    @property
+    def shape(self) -> StageShape:
+        """What the other end of a shipment must know."""
+        tp = self.group.submesh.tp
+        if self.draft is not None:
+            return draft_shape(self.draft, tp)
+        return StageShape(self.group.kv_layers, tp, self.layout.page_size, self.layout.dtype)
+
+    def page_bytes(self, layers: int) -> int:
+        """One page of `layers` layers on one device."""
+        return layers * self.layout.layer_page_bytes(self.group.submesh.tp)
+
+
+@dataclass(frozen=True)
+class TransferTable:
+    """Of one worker."""
+
+    config: WorkerConfig
+    kept: Sequence[Kept]
+    programs: Mapping[Submesh, TransferPrograms]
+
+    @property
+    def shapes(self) -> tuple[StageShape, ...]:
+        return tuple(each.shape for each in self.kept)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kept[0].layout.num_kv_heads
+
+    def departures(self, shapes: Sequence[StageShape], wires: Sequence[str]) -> list[DeclaredProgram]:
+        """Packs for stages of these shapes, for all sizes and wires declared, as `pack_pages` calls them."""
+        return [
+            each
+            for route in plan_routes(self.shapes, tuple(shapes), self.num_kv_heads)
+            for wire in wires
+            for groups in route.group.buckets()
+            for each in self._packs(route, wire, groups)
+        ]
+
+    def arrivals(
+        self, shapes: Sequence[StageShape], wires: Sequence[str], *, records: bool = False
+    ) -> list[DeclaredProgram]:
+        """Checks and inserts of what leaves stages of these shapes, or of what records of them keep."""
+        return [
+            each
+            for route in plan_routes(tuple(shapes), self.shapes, self.num_kv_heads)
+            for wire in wires
+            for groups in route.group.buckets()
+            for each in self._inserts(shapes[route.source_stage], route, wire, groups, records=records)
+        ]
+
+    def tier_moves(self) -> list[DeclaredProgram]:
+        """What brings pages below HBM and back, where the worker has tiers."""
+        if not self.config.has_tiers:
+            return []
+        form = RecordLayout(self.kept[0].layout, draft=self.kept[-1].draft)
+        records, wires = form.shapes, (self.config.tier_wire,)
+        return [*self.departures(records, wires), *self.arrivals(records, wires, records=True)]
+
+    def _packs(self, route: Route, wire: str, groups: int) -> Iterator[DeclaredProgram]:
+        held, pages = self.kept[route.source_stage], groups * route.group.source
+        submesh, heads, number = held.group.submesh, route.heads, len(route.layers)
+        programs, moved = self.programs[submesh], pages * held.page_bytes(number)
+        program = programs.pack_program(heads.slice_heads, wire, route.dtype)
+        yield DeclaredProgram(
+            "pack",
+            route.source_stage,
+            pages,
+            program,
+            (places_for(held.group, number, pages),),
+            submesh,
+            route.layers,
+            pools=pools_for(held.group, held.layout, self.config.num_pages, number),
+            traits=_traits(wire),
+            batch_bytes=2 * moved,
+        )
+        if programs.folds_apart:
+            cut = slice_shapes(held.layout, route.dtype, number, pages, heads, Digests.OFF, wire).numbers
+            slices = landed(HeadSlices(*(kind[:1] * heads.slices_per_source for kind in cut)), submesh)
+            place = route.source_stage, pages, programs.fold_program, (slices,), submesh, route.layers
+            yield DeclaredProgram("digest", *place, traits=_traits(wire), batch_bytes=moved)
+
+    def _inserts(
+        self, source: StageShape, route: Route, wire: str, groups: int, *, records: bool
+    ) -> Iterator[DeclaredProgram]:
+        stage, pages = route.destination_stage, groups * route.group.source
+        held, number = self.kept[stage], len(route.layers)
+        submesh = held.group.submesh
+        form = replace(held.layout, page_size=source.page_size, dtype=source.dtype)
+        cut = slice_shapes(form, held.layout.dtype, number, pages, route.heads, self.config.digests, wire)
+        if records:
+            cut = kept_slices(cut, self.config.digests)
+        programs, slices = self.programs[submesh], landed(cut, submesh)
+        taken = groups * route.group.destination
+        pools = pools_for(held.group, held.layout, self.config.num_pages, number)
+        moved = taken * held.page_bytes(number)
+        place, traits = (submesh, route.layers), _traits(wire)
+        if slices.digests or slices.errors:
+            program = programs.check_program
+            yield DeclaredProgram("check", stage, pages, program, (slices,), *place, traits=traits, batch_bytes=moved)
+        yield DeclaredProgram(
+            "insert",
+            stage,
+            pages,
+            programs.insert_program,
+            (places_for(held.group, number, taken), slices.numbers),
+            *place,
+            pools=pools,
+            traits=traits,
+            batch_bytes=2 * moved,
+            donated_bytes=sum(map(local_bytes, jax.tree.leaves(pools))),
+        )
+
+
+def pools_for(group: Keeper, layout: KVLayout, num_pages: int, layers: int) -> list[jax.ShapeDtypeStruct]:
+    """Those that `layers` of the group's layers lie in."""
+    held = len(group.kv_layers) if group.joined else layers
+    return abstract_pools(layout, held, num_pages, group.submesh, joined=group.joined)
+
+
+def places_for(group: Keeper, layers: int, pages: int) -> jax.ShapeDtypeStruct:
+    """As `pools.places_in`."""
+    return whole(group.submesh, (layers, pages) if group.joined else (pages,))
+
+
+def transfer_programs_of(
+    config: WorkerConfig, submeshes: Sequence[Submesh], layout: KVLayout
+) -> dict[Submesh, TransferPrograms]:
+    checked = config.digests, config.error_bound
+    return {submesh: TransferPrograms(submesh, *checked, scaled=layout.scaled) for submesh in submeshes}
+
+
+def landed(slices: HeadSlices, submesh: Submesh) -> HeadSlices:
+    """Shapes for one shard as the submesh holds them: cut on heads, axis 2."""
+    cut = submesh.sharding(SLICE_SPEC)
+
+    def whole(each: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (*each.shape[:2], each.shape[2] * submesh.tp, *each.shape[3:])
+        return jax.ShapeDtypeStruct(shape, each.dtype, sharding=cut)
+
+    return jax.tree.map(whole, slices)
+
+
+def _traits(wire: str) -> tuple[str, ...]:
+    return () if wire == RAW else (wire,)
 
 
 @dataclass(frozen=True)
@@ -270,3 +439,36 @@ def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device
 def activation_bytes(model: ModelConfig, dtype: DTypeLike, rows: int, tp: int) -> int:
     """Four copies of the residual stream in f32, and two of the widest product of a layer."""
     return rows * (4 * 4 * model.hidden_size + 2 * model.widest_row(tp) * jnp.dtype(dtype).itemsize)
+
+
+# Warm-up: a machine's declared programs, each run once over null pages and zeros; see `programs.py`.
+#
+# A program that is only compiled ahead of time would be compiled again by its first call, so each is called: idle
+# slots and null chunks write nothing but the null page.
+
+Progress = Callable[[str, int, int], None]
+
+
+def null_batch(declared: DeclaredProgram) -> tuple[Any, ...]:
+    """Zeros for what the layer group does not hold, where the program expects them."""
+    return jax.tree.map(_zeros, declared.batch)
+
+
+def run_null(group: LayerGroup | LoadedRing, declared: DeclaredProgram, batch: tuple[Any, ...]) -> Any:
+    """Calls it for the weights and pools of the layer group that it runs on; the result says when it is done.
+
+    The batch may be donated: each call needs one of its own.
+    """
+    first = declared.layers.start - group.kv_layers.start
+    held = slice(0, 1) if group.joined else slice(first, first + len(declared.layers))
+    weights = [] if declared.weights is None else [group.params.leaves]
+    pools = [] if declared.pools is None else [group.kv.pools[held]]
+    results = declared.program(*weights, *pools, *batch)
+    if declared.writes_pools:
+        group.kv.pools[held] = results[0]
+    return results
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    assert shape.sharding is not None, shape
+    return placed(np.zeros(shape.shape, shape.dtype), shape.sharding)

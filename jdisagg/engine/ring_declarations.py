@@ -15,11 +15,10 @@ from jdisagg.core.layout.stages import RingCut, ring_cut
 from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes
-from jdisagg.engine.multi_step_rows import PLAIN, Slots
-from jdisagg.engine.programs import ProgramTable, activation_bytes, room_of
+from jdisagg.engine.multi_step import PLAIN, Slots
+from jdisagg.engine.programs import ProgramTable, activation_bytes, room_of, transfer_programs_of
 from jdisagg.engine.ring import RingPrograms
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
-from jdisagg.engine.transfer_declarations import transfer_programs_of
 from jdisagg.kv.pools import abstract_ring_pool
 from jdisagg.model.grammars.grammars import mask_words
 from jdisagg.model.ring_params import ring_outline

@@ -6,32 +6,133 @@ A step is dispatched group by group. What its rows and chunks read and write is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeVar
 
 from jax import Array
 
 from jdisagg.core.events import StepDone
-from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
+from jdisagg.core.hardware import KINDS, Collective, Work
+from jdisagg.core.request import Attempt
+from jdisagg.core.schedule import End, Events, Start, Turns
+from jdisagg.core.steps import DecodeRows, Gate, KVTransfer, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.decode import Decoder, Drawing, Microbatch
-from jdisagg.engine.draft_layers import DraftLayers
-from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
-from jdisagg.engine.forced import ForcingDecoder
-from jdisagg.engine.gates import Gates, StagedStep
-from jdisagg.engine.headed_decode import HeadedDecoder
-from jdisagg.engine.headed_group import HeadedGroup
+from jdisagg.engine.hlo import Instruction, Module, arrays, bytes_of, chains, collective_of
 from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedOut
-from jdisagg.engine.multi_step import MultiStep
-from jdisagg.engine.multi_step_rows import PendingMultiStep
-from jdisagg.engine.pipelined_multi_step import PendingPipelinedMultiStep, PipelinedMultiStep
+from jdisagg.engine.multi_step import MultiStep, PendingMultiStep, PendingPipelinedMultiStep, PipelinedMultiStep
 from jdisagg.engine.prefill import Packed, PendingChunks, Prefiller, pack
+from jdisagg.engine.spec.draft_layers import DraftLayers
+from jdisagg.engine.spec.drafting import DraftingDecoder
+from jdisagg.engine.spec.eagle import EagleLayerGroup, HeadedDecoder
+from jdisagg.engine.spec.forced import ForcingDecoder
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Submesh
+
+# Steps that wait between two stages for KV that is still on its way.
+#
+# A step is dispatched stage by stage. One with gates goes as far as its KV is in, and the rest follows from the
+# call that brings the last part it waits for, or that opens its gates for good. Steps of other microbatches
+# overtake it: they share nothing with it but the KV pools, and there no page.
+
+T = TypeVar("T")
+StagedStep = Generator[
+    int, None, T
+]  # yields each stage's number before it dispatches it; returns what comes of the step
+
+
+def dispatched(stages: StagedStep[T]) -> T:
+    """All stages of a step that waits for nothing."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            return end.value
+
+
+class HeldStep:
+    """A step with gates; see `executor.PendingStep`."""
+
+    def __init__(self, gates: Sequence[Gate], stages: StagedStep[PendingStep]) -> None:
+        self._gates = {gate.stage: (gate.attempt, set(gate.parts)) for gate in gates}
+        self._stages = stages
+        self._stage = next(stages)  # that is not dispatched yet
+        self._result: Future[PendingStep] = Future()
+
+    def waits_for(self, attempt: Attempt) -> bool:
+        return any(whose == attempt for whose, _ in self._gates.values())
+
+    def inserted(self, part: int) -> None:
+        for _, parts in self._gates.values():
+            parts.discard(part)
+
+    def open(self) -> None:
+        self._gates.clear()
+
+    def advance(self) -> bool:
+        """Dispatches the stages whose parts are in; whether that was all."""
+        while self._stage not in self._gates or not self._gates[self._stage][1]:
+            try:
+                self._stage = next(self._stages)
+            except StopIteration as end:
+                self._result.set_result(end.value)
+                return True
+        return False
+
+    def fail(self, error: Exception) -> None:
+        self._result.set_exception(error)
+
+    @property
+    def done(self) -> bool:
+        return self._result.done()
+
+    def read(self) -> StepDone:
+        return self._result.result().read()
+
+
+class Gates:
+    """All steps of one executor that wait."""
+
+    def __init__(self) -> None:
+        self._held: list[HeldStep] = []
+
+    def run(self, gates: Sequence[Gate], stages: StagedStep[PendingStep]) -> PendingStep:
+        """Dispatches what may run. What a stage raises is raised here, or by `read` where it ran later."""
+        if not gates:
+            return dispatched(stages)
+        held = HeldStep(gates, stages)
+        if not held.advance():
+            self._held.append(held)
+        return held
+
+    def inserted(self, transfer: KVTransfer) -> None:
+        """The part is in its pages."""
+        for held in self._of(transfer.attempt):
+            held.inserted(transfer.part)
+            self._pump(held)
+
+    def open(self, attempt: Attempt) -> None:
+        for held in self._of(attempt):
+            held.open()
+            self._pump(held)
+
+    def _of(self, attempt: Attempt) -> list[HeldStep]:
+        return [held for held in self._held if held.waits_for(attempt)]
+
+    def _pump(self, held: HeldStep) -> None:
+        try:
+            over = held.advance()
+        except Exception as error:
+            held.fail(error)
+            over = True
+        if over:
+            self._held.remove(held)
 
 
 @dataclass(frozen=True)
@@ -213,9 +314,110 @@ def _drafting(
     draft: DraftLayers | None,
 ) -> DraftingDecoder:
     parts = layer_groups, config, vocab_size, grammars
-    return HeadedDecoder(*parts) if isinstance(layer_groups[-1], HeadedGroup) else DraftingDecoder(*parts, draft)
+    return HeadedDecoder(*parts) if isinstance(layer_groups[-1], EagleLayerGroup) else DraftingDecoder(*parts, draft)
 
 
 def draws(rows: Drawing | None, chunks: PendingChunks | None) -> bool:
     """Whether reading the step waits for what its programs make."""
     return rows is not None or (chunks is not None and chunks.tokens is not None)
+
+
+# The order in which a compiled program multiplies and sends, read off its text (`core/schedule.py`).
+#
+# A TPU's collective may be spread as a chain over fusions that multiply meanwhile, its first and last step among
+# them. A product counts the operands it reads, cut out of their stacks, and its result; other instructions count
+# what they write. Of kernels nothing is known: they count as no time at all, so that nothing is taken to hide
+# behind them.
+
+PRODUCTS = ("dot", "convolution")
+NAMES_ONLY = frozenset(("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"))
+FREE = NAMES_ONLY | {"custom-call", "iota", "partition-id"}
+Event = Work | Start | End | Turns
+
+
+def read_schedule(module: Module) -> Events:
+    """Of a compiled program, whose text is scheduled."""
+    return tuple(_events(module, module.entry, depth=0))
+
+
+def _events(module: Module, name: str, *, depth: int) -> Iterator[Event]:
+    body = module.computations.get(name, [])
+    reader = _Reader(module, {each.name: each.shape for each in body}, depth)
+    steps = [step for each in body for step in chains(module, each)]
+    for each in body:
+        if each.opcode == "while":
+            assert each.body is not None, each.line
+            yield Turns(tuple(_events(module, each.body, depth=depth + 1)))
+        elif each.opcode == "conditional":
+            for called in each.called[:1]:
+                yield from _events(module, called, depth=depth)
+        elif each.opcode.endswith("-done"):
+            yield from (End(operand) for operand in each.operands if operand in reader.started)
+        elif found := chains(module, each):
+            yield from reader.step_of_chain(each, found[0], steps)
+        else:
+            yield from reader.whole(each)
+
+
+@dataclass
+class _Reader:
+    """Of one computation."""
+
+    module: Module
+    shapes: dict[str, str]
+    depth: int
+    started: set[str] = field(default_factory=set)
+
+    def whole(self, each: Instruction) -> Iterator[Event]:
+        """An instruction that is no step of a chain: what it sends, and what it does beside that."""
+        sent = list(_sent(self.module, each, depth=self.depth))
+        names = [each.name if number == 0 else f"{each.name}/{number}" for number in range(len(sent))]
+        yield from map(Start, names, sent)
+        if sent and each.opcode.endswith("-start"):
+            self.started.update(names)
+            return
+        if each.opcode not in FREE and not each.opcode.endswith("-start") and each.opcode not in KINDS:
+            yield _work(self.module, each, self.shapes)
+        yield from map(End, names)
+
+    def step_of_chain(self, each: Instruction, chain: str, left: list[str]) -> Iterator[Event]:
+        """`left`: of each chain one for each step that is not read yet."""
+        if chain not in self.started:
+            self.started.add(chain)
+            yield Start(chain, next(_sent(self.module, each, depth=self.depth)))
+        yield from _products(self.module, each, self.shapes)
+        left.remove(chain)
+        if chain not in left:
+            yield End(chain)
+
+
+def _sent(module: Module, each: Instruction, *, depth: int) -> Iterator[Collective]:
+    """By it, or by what it runs: a collective on cores of its own, or one within a fusion."""
+    own = collective_of(each, depth=depth)
+    if own is not None:
+        yield own
+        return
+    for called in each.called:
+        for inner in module.computations.get(called, []):
+            yield from _sent(module, inner, depth=depth)
+
+
+def _work(module: Module, each: Instruction, shapes: dict[str, str]) -> Work:
+    made = Work(weight_bytes=sum(bytes_of(*array) for array in arrays(each.shape)))
+    return sum(_products(module, each, shapes), made)
+
+
+def _products(module: Module, each: Instruction, shapes: dict[str, str]) -> Iterator[Work]:
+    """Its own or those fused into it, without their results."""
+    if each.opcode in PRODUCTS:
+        (_, left), (dtype, right) = (arrays(shapes[operand])[0] for operand in each.operands[:2])
+        (_, result), *_ = arrays(each.shape)
+        # The sides of the three arrays are rows, columns and what is summed, each of them in two arrays.
+        summed = round((prod(left) * prod(right) / max(prod(result), 1)) ** 0.5)
+        yield Work(bytes_of(dtype, left) + bytes_of(dtype, right), 0.0, 2.0 * prod(result) * summed)
+        return
+    for called in each.called if each.opcode == "fusion" else ():
+        inner = module.computations.get(called, [])
+        within = {one.name: one.shape for one in inner}
+        for one in inner:
+            yield from _products(module, one, within)

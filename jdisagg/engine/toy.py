@@ -22,7 +22,7 @@ from jdisagg.core.steps import GRAMMAR, NGRAM, Admission, DecodeRows, KVTransfer
 from jdisagg.core.tiers import PageMove
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import GroupDone, PendingStep
-from jdisagg.engine.gates import Gates, StagedStep
+from jdisagg.engine.runner import Gates, StagedStep
 
 VOCAB = 97
 NOTHING = -1  # what a page slot holds that nobody wrote

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jdisagg.core.model_config import ModelConfig, WeightFormat
-from jdisagg.core.repeats import Repeat, repeating
+from jdisagg.core.steps import Repeat, repeating
 from jdisagg.model.params import (
     AbstractStage,
     StageParams,

@@ -23,9 +23,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import CheckpointError, MissingTensor, UnsupportedModel, WrongDtype, WrongShape
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import Adapter
 from jdisagg.model.files import Fields, first_line, read_json, regular
 from jdisagg.model.names import Leaf, Part, layer_leaves
 from jdisagg.model.products import MatrixForm, product

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.layout.tensor_cut import replicas_of
 from jdisagg.core.model_config import AttentionOptions, ModelConfig, WeightFormat
-from jdisagg.core.repeats import Repeat
+from jdisagg.core.steps import Repeat
 from jdisagg.model.experts import ExpertMLP, Routed
 from jdisagg.model.latent_attention import LatentAttention, LatentQueries
 from jdisagg.model.norms import RMSNorm, after, cut, halves, head_norm, in_turn, normed
@@ -451,7 +451,7 @@ class Stage(nnx.Module):
     def run_layers(self, x: Array, positions: Array, call: CallLayer, held: Array | None = None) -> Array:
         """[..., hidden] -> [..., hidden]; `positions` is i32[...]. call: runs one layer, as `attending` does. held:
         bool[layers], of a ring: which places of this stage are no padding."""
-        assert self.repeat is None, "a loop's layers are stacked: `engine/looped_layers.py` runs them"
+        assert self.repeat is None, "a loop's layers are stacked: `engine/layer_group.py` runs them"
         rotation_of = self.rotations(positions)
         for index, layer in enumerate(self.layers):
             y = call(layer, x, rotation_of(index), index)

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.errors import MissingTensor, WrongDtype, WrongShape
 from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
-from jdisagg.core.repeats import Repeat
+from jdisagg.core.steps import Repeat
 from jdisagg.model.experts import MATRICES, ExpertMLP
 from jdisagg.model.names import Index, Leaf, first_tensor, stage_leaves
 from jdisagg.model.network import Stage, Vocabulary, Weight

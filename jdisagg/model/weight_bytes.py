@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jdisagg.core.adapters import adapter_sizes
 from jdisagg.core.layout.stages import RingCut
 from jdisagg.core.model_config import ModelConfig, WeightFormat
+from jdisagg.core.request import adapter_sizes
 from jdisagg.core.settings import Settings
 from jdisagg.model.lora import factors_of, room_for
 from jdisagg.model.network import Stage, Vocabulary

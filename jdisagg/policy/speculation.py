@@ -207,7 +207,7 @@ LEFT_SHARE = 0.25  # of that mean, tokens expected of an answer that is longer a
 class UnreadTokens:
     """Counts the tokens of each sequence that a draft model has still to read before it can draft.
 
-    The engine (`engine/draft_reading.py`) reads a sequence when a step first wants a draft for it. The controller must
+    The engine (`engine/spec/drafting.py`) reads a sequence when a step first wants a draft for it. The controller must
     know the cost beforehand, so this class repeats the engine's count for the steps that were dispatched.
     """
 

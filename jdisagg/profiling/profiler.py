@@ -29,8 +29,8 @@ from jdisagg.core.worker_config import WorkerConfig, bucket
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.prefill import pack
+from jdisagg.engine.programs import null_batch, run_null
 from jdisagg.engine.runner import Runner
-from jdisagg.engine.warmup import null_batch, run_null
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker

@@ -27,9 +27,8 @@ from jdisagg.core.events import (
 )
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.autoscaler import Flip, Load, Scaling
 from jdisagg.policy.role_change import Standing
-from jdisagg.policy.role_scaler import ALL_ROLES, LOOK_S, RoleScaler, RolesOf
+from jdisagg.policy.scaling import ALL_ROLES, LOOK_S, Flip, Load, RoleScaler, RolesOf, Scaling
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.device import Device

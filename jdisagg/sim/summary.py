@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.policy.autoscaler import Flip
+from jdisagg.policy.scaling import Flip
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, curve_rows, goodput_text
 from jdisagg.sim.simulation import SpanLog
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import autoscale, scale
 from jdisagg.core.router_config import Routing
-from jdisagg.policy.autoscaler import Scaling
+from jdisagg.policy.scaling import Scaling
 
 
 @pytest.mark.parametrize("routing", [Routing.LEAST_LOADED, Routing.CACHE_AWARE])

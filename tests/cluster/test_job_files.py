@@ -23,10 +23,10 @@ from jdisagg.commands import plan
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
 from jdisagg.serve.cluster.coordination import KubernetesLease
-from jdisagg.serve.cluster.processes import roles_of
+from jdisagg.serve.cluster.group.member import devices_each
+from jdisagg.serve.cluster.router_process import roles_of
 from jdisagg.serve.deploy.servers import check_kv_address
 from jdisagg.serve.frontends.http.app import create_app
-from jdisagg.serve.group.world import devices_each
 from jdisagg.terminal import JOBS, VARIABLES, here
 from tests.cluster.manifests import COMPOSE, by_schema, faults, pods
 from tests.serve.scripted import ScriptedService

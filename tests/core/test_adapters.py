@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.adapters import Adapter, adapter_sizes, named_folders, salted
 from jdisagg.core.codec import decode, encode
 from jdisagg.core.errors import ConfigError, DecodeError, RequestError
-from jdisagg.core.request import Request, RequestId, SamplingParams
+from jdisagg.core.request import Adapter, Request, RequestId, SamplingParams, adapter_sizes, named_folders, salted
 from jdisagg.core.settings import Settings
 
 SQL, TALES = (Adapter(name, digit * 32, f"/adapters/{name}") for name, digit in (("sql", "1"), ("tales", "2")))

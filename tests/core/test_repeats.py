@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.repeats import FEWEST_TURNS, LONGEST_PERIOD, Repeat, repeating
+from jdisagg.core.steps import FEWEST_TURNS, LONGEST_PERIOD, Repeat, repeating
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.steps import Admission, History, KVTransfer, PrefillChunk, StepPlan, last_layer
 from jdisagg.core.worker_config import Ring, Role, Stages, TransferMode, WorkerConfig
-from jdisagg.engine.draft_layers import DraftModel
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.engine.spec.draft_layers import DraftModel
 from jdisagg.kv.pools import PagesOfStage
 from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.network import forward

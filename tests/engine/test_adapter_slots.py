@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jdisagg.core.adapters import Adapter
-from jdisagg.core.request import BROKEN, SamplingParams
+from jdisagg.core.request import BROKEN, Adapter, SamplingParams
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.network import forward

@@ -13,11 +13,9 @@ import pytest
 
 from jdisagg.core.request import SamplingParams
 from jdisagg.engine.decode import MASKED, POSITION, TOKEN
-from jdisagg.engine.draft_layers import drawn_alike
-from jdisagg.engine.drafting import widened
-from jdisagg.engine.sampling import SamplingMetadata, pick
-from jdisagg.engine.sampling_metadata import SamplingRows
-from jdisagg.engine.verification import repeated, taken
+from jdisagg.engine.sampling import SamplingMetadata, SamplingRows, pick
+from jdisagg.engine.spec.draft_layers import drawn_alike
+from jdisagg.engine.spec.drafting import repeated, taken, widened
 
 VOCAB, SEEDS, DRAFTS, LENGTH = 5, 3000, 2, 3
 LOGITS = jnp.asarray(np.random.default_rng(1).normal(0, 1.2, (VOCAB, VOCAB)), jnp.float32)  # by the token before

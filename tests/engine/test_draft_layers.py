@@ -13,12 +13,12 @@ from jdisagg.core.request import Attempt, RequestId, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows, History, PrefillChunk, PrefillChunks
 from jdisagg.core.tiers import PageMove, Tier
 from jdisagg.core.worker_config import Role
-from jdisagg.engine import draft_layers
-from jdisagg.engine.draft_layers import LATELY, DraftModel
-from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.layer_group import Chunks
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.prefill import pack
+from jdisagg.engine.spec import draft_layers
+from jdisagg.engine.spec.draft_layers import LATELY, DraftModel
+from jdisagg.engine.spec.drafting import DraftingDecoder
 from jdisagg.model.sources import RandomSource
 from tests.engine.answers import answers as held_answers
 from tests.engine.answers import speaking

@@ -14,11 +14,10 @@ from jdisagg.core.request import BROKEN
 from jdisagg.core.steps import History
 from jdisagg.core.worker_config import MAX_NGRAM, MIN_NGRAM, Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
-from jdisagg.engine.drafting import FREE, NO_GUESS, guessed, noted_late, widened
-from jdisagg.engine.grammar_masks import GrammarMasks
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.sampling_metadata import SamplingRows
-from jdisagg.engine.verification import noted, taken
+from jdisagg.engine.sampling import SamplingRows
+from jdisagg.engine.spec.drafting import FREE, NO_GUESS, guessed, noted, noted_late, taken, widened
+from jdisagg.engine.spec.grammar_masks import GrammarMasks
 from tests.engine.answers import answers, speaking
 from tests.engine.evens import Evens, Fours
 from tests.engine.stacks import (

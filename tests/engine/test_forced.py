@@ -14,11 +14,10 @@ from jdisagg.core.request import BROKEN
 from jdisagg.core.steps import History, PrefillChunks
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
-from jdisagg.engine.forced import AHEAD, FED, SLOT, USED, counted_forced, pays, penalised_behind, taken, widened
-from jdisagg.engine.grammar_masks import GrammarMasks
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.sampling import Counts, counted, penalised
-from jdisagg.engine.sampling_metadata import SamplingRows
+from jdisagg.engine.sampling import Counts, SamplingRows, counted, penalised
+from jdisagg.engine.spec.forced import AHEAD, FED, SLOT, USED, counted_forced, pays, penalised_behind, taken, widened
+from jdisagg.engine.spec.grammar_masks import GrammarMasks
 from tests.engine.answers import answers, speaking
 from tests.engine.evens import BY_FOURS, Fours
 from tests.engine.stacks import CHUNK, CONFIG, GREEDY, WIDEST, open_machine, prefill_chunk, tokens_of

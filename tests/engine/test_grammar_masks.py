@@ -11,8 +11,8 @@ import pytest
 from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.core.steps import History, Read, StepPlan
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.grammar_masks import GrammarMasks, masked
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.engine.spec.grammar_masks import GrammarMasks, masked
 from tests.engine.evens import Evens
 from tests.engine.stacks import (
     CONFIG,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from jdisagg.core.hardware import Collective, counted
-from jdisagg.engine.hlo import read_collectives
-from jdisagg.engine.hlo_text import parsed
+from jdisagg.engine.hlo import parsed, read_collectives
 
 HLO = """HloModule jit_own, is_scheduled=true
 

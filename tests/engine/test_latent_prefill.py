@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.model_config import AttentionOptions
-from jdisagg.engine.latent_prefill import (
+from jdisagg.engine.attention import (
     LEAST_ROWS,
     absorbed_prefill,
     expanded_prefill,

@@ -16,9 +16,8 @@ from jdisagg.core.model_config import Experts, ModelConfig
 from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import Role, Stages
-from jdisagg.engine import looped_layers
-from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.reshape import reshaped, shape_of
+from jdisagg.engine import layer_group
+from jdisagg.engine.mesh_executor import MeshExecutor, reshaped, shape_of
 from jdisagg.model import looped_params
 from jdisagg.model.sources import RandomSource
 from tests.engine.stacks import (
@@ -169,14 +168,14 @@ def test_a_loop_becomes_another_machine_and_gets_its_weights_back(
 
 
 def test_a_deep_stage_is_traced_one_period_long(monkeypatch: pytest.MonkeyPatch, looped: Callable[..., MeshExecutor]):
-    calls, run_layer = list[Any](), looped_layers.run_layer
+    calls, run_layer = list[Any](), layer_group.run_layer
     machine = looped(Role.DECODE, UNLIKE["windows_at_every_other_layer"])
 
     def counted(*arguments: Any) -> Any:
         calls.append(arguments)
         return run_layer(*arguments)
 
-    monkeypatch.setattr(looped_layers, "run_layer", counted)
+    monkeypatch.setattr(layer_group, "run_layer", counted)
     decode = next(each for each in machine.table.steps() if each.kind == "decode")
     decode.program.lower(*decode.arguments)
     assert len(calls) == 2 + 1  # the period, and the ninth layer behind the loop

@@ -10,8 +10,8 @@ import pytest
 from jdisagg.core.model_config import Experts
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.worker_config import Role, Stages
-from jdisagg.engine.drafting import DraftingDecoder
 from jdisagg.engine.mesh_executor import MeshExecutor
+from jdisagg.engine.spec.drafting import DraftingDecoder
 from jdisagg.model.sources import RandomSource
 from tests.engine.stacks import (
     CONFIG,

@@ -5,8 +5,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdisagg.engine.drafting import NO_GUESS, guessed
-from jdisagg.engine.ngrams import guess_after
+from jdisagg.engine.spec.drafting import NO_GUESS, guessed
+from jdisagg.engine.spec.grammar_masks import guess_after
 
 LONGEST, DRAFTS = 24, 5
 

@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.worker_config import Role
-from jdisagg.engine import paged_layers
+from jdisagg.engine import layer_group
 from jdisagg.model.sources import RandomSource
 from tests.engine.stacks import CONFIG, HALVES, open_machine
 
@@ -20,14 +20,14 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModelConfig], int]:
     """How many layers are traced for the decode program of a worker with this model's layers in one stage."""
 
     def count(config: ModelConfig) -> int:
-        calls, layer = list[Any](), paged_layers.run_layer
+        calls, layer = list[Any](), layer_group.run_layer
 
         def counted(*arguments: Any) -> Any:
             calls.append(arguments)
             return layer(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(paged_layers, "run_layer", counted)
+            patch.setattr(layer_group, "run_layer", counted)
             whole = [range(config.num_layers)]
             machine = open_machine(Role.DECODE, whole, jax.devices()[:1], config, RandomSource(config, seed=3))
             decode = next(each for each in machine.table.steps() if each.kind == "decode")

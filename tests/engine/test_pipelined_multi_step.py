@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.request import RequestId, Sampled, SamplingParams
 from jdisagg.core.steps import Admission, DecodeRows, PageGrant, Read
-from jdisagg.engine.pipelined_multi_step import PendingPipelinedMultiStep, PipelinedMultiStep, single_steps
+from jdisagg.engine.multi_step import PendingPipelinedMultiStep, PipelinedMultiStep, single_steps
 
 
 def order(steps: tuple[DecodeRows, ...]) -> list[tuple[int, tuple[int, ...]]]:

@@ -13,8 +13,11 @@ from jdisagg.engine.sampling import (
     ROWS,
     Counts,
     SamplingMetadata,
+    SamplingRows,
     counted,
+    history_rows,
     inverse,
+    is_plain,
     is_stop,
     largest_threshold,
     penalised,
@@ -25,7 +28,6 @@ from jdisagg.engine.sampling import (
     weights_of,
     with_row,
 )
-from jdisagg.engine.sampling_metadata import SamplingRows, history_rows, is_plain
 
 V = 97  # not a multiple of the rows that weights are held in
 PICK, PENALISED = jax.jit(pick), jax.jit(penalised)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from jdisagg.core.hardware import Collective, Work
 from jdisagg.core.schedule import End, Start, Turns
-from jdisagg.engine.hlo import read_collectives
-from jdisagg.engine.hlo_text import parsed
-from jdisagg.engine.schedule import read_schedule
+from jdisagg.engine.hlo import parsed, read_collectives
+from jdisagg.engine.runner import read_schedule
 
 EIGHT = ((0, 1, 2, 3, 4, 5, 6, 7),)
 PRODUCT = Work(2 * (1024 * 1024 + 1024 * 8192 + 1024 * 8192), 0.0, 2.0 * 1024 * 1024 * 8192)

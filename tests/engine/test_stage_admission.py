@@ -7,8 +7,8 @@ import pytest
 
 from jdisagg.core.request import Attempt, RequestId
 from jdisagg.core.steps import Admission, Gate, StepPlan
-from jdisagg.engine.gates import HeldStep
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
+from jdisagg.engine.runner import HeldStep
 from tests.engine.stacks import (
     GREEDY,
     HALVES,

@@ -6,9 +6,8 @@ import numpy as np
 
 from jdisagg.core.request import SamplingParams
 from jdisagg.engine.decode import MASKED
-from jdisagg.engine.sampling import Counts, penalised
-from jdisagg.engine.sampling_metadata import SamplingRows
-from jdisagg.engine.verification import counted_drafts, penalised_ahead
+from jdisagg.engine.sampling import Counts, SamplingRows, penalised
+from jdisagg.engine.spec.drafting import counted_drafts, penalised_ahead
 
 SLOTS, ROWS, VOCAB = 3, 4, 7
 

@@ -39,9 +39,9 @@ from jdisagg.policy.router.request_state import reserve_for
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
+from jdisagg.serve.cluster.kv_notices import PeerRecord, RemoteKV, records
 from jdisagg.serve.cluster.link import Heartbeat, Link
 from jdisagg.serve.cluster.nodes import WorkerNode
-from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, records
 from jdisagg.serve.driver.driver import LiveDriver
 from tests.serve.cluster.test_control_link import KIND, SECRET
 from tests.serve.cluster.test_router_node import RouterFixture, worker

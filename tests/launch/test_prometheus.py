@@ -19,8 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate import dashboard
 from docs.generate.alerts_table import RULES, rules
-from jdisagg.policy.autoscaler import Scaling
-from jdisagg.policy.role_scaler import RoleScaler
+from jdisagg.policy.scaling import RoleScaler, Scaling
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.app import create_app
 from tests.ports import free_port

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import CheckpointError
 from jdisagg.core.model_config import Experts, ModelConfig
+from jdisagg.core.request import Adapter
 from jdisagg.model.lora import AdapterWeights, identified, read_adapter
 from tests.adapter_files import write_adapter
 

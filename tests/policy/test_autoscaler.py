@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jdisagg.core.errors import ConfigError, IllegalTransition
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.autoscaler import (
+from jdisagg.policy.scaling import (
     SHARES,
     TABLE,
     Autoscaler,

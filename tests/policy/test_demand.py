@@ -11,9 +11,7 @@ from jdisagg.core.ledger import Ledger
 from jdisagg.core.messages import StartPrefill, TokenDelta
 from jdisagg.core.request import Attempt, FinishReason, RequestId, Sampled, WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.autoscaler import Scaling
-from jdisagg.policy.demand import BUCKET_S, Demand, Trend
-from jdisagg.policy.role_scaler import RoleScaler
+from jdisagg.policy.scaling import BUCKET_S, Demand, RoleScaler, Scaling, Trend
 from tests.sim.cases import pair, request, worker
 
 P0, D0, P1 = map(WorkerId, ("prefill-0", "decode-0", "prefill-1"))

@@ -14,8 +14,7 @@ from jdisagg.core.journal import Header, Journal, read_lines
 from jdisagg.core.request import Request, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.autoscaler import SHARES, Load, Scaling, Standby, pressure
-from jdisagg.policy.role_scaler import RoleScaler
+from jdisagg.policy.scaling import SHARES, Load, RoleScaler, Scaling, Standby, pressure
 from tests.sim.cases import check_outputs, definition, request, worker
 from tests.sim.costs import Costs
 from tests.sim.fault_injector import Faults

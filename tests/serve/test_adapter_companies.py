@@ -20,8 +20,8 @@ from gguf import GGMLQuantizationType as Kind
 from jax.sharding import Mesh
 
 import jdisagg
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import Adapter
 from jdisagg.core.worker_config import Role
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.gguf.source import GGUFSource

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh
 
 import jdisagg
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import ConfigError, RequestError
+from jdisagg.core.request import Adapter
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.lora import identified
 from jdisagg.model.network import forward

@@ -13,7 +13,7 @@ import pytest
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.request import Request, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.reshape import Shape
+from jdisagg.engine.mesh_executor import Shape
 from jdisagg.engine.toy import toy_output
 from jdisagg.serve.deploy.deployment import WorkerShapes
 from jdisagg.serve.deploy.pools import Pools, place_of

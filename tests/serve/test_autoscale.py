@@ -10,8 +10,7 @@ import jdisagg
 from jdisagg.core.events import ROUTER, ChangeRole
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.autoscaler import Load, Scaling
-from jdisagg.policy.role_scaler import RoleScaler
+from jdisagg.policy.scaling import Load, RoleScaler, Scaling
 from jdisagg.serve.driver.autoscaling import Autoscaling
 from jdisagg.serve.observability.metrics import Metrics
 from tests.fixtures import conformance

@@ -14,8 +14,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from jdisagg.core.adapters import Adapter
-from jdisagg.core.request import FinishReason
+from jdisagg.core.request import Adapter, FinishReason
 from jdisagg.core.traceparent import span_id_of
 from jdisagg.serve.driver.service import Rejected, Service
 from jdisagg.serve.frontends.adapters import Adapters

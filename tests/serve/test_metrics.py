@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.events import ROUTER, EngineFailed, Received, Reject, Send, Submit
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Ended, Preempted, Progress, Resend
-from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, SamplingParams, WorkerId
+from jdisagg.core.request import Adapter, Attempt, FinishReason, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.tiers import PageMove, PagesMoved, Tier
 from jdisagg.core.worker_config import Role
 from jdisagg.serve.driver.local_service import pieces

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import RequestError
+from jdisagg.core.request import Adapter
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.frontends import offline
 from jdisagg.serve.frontends.front_settings import FrontSettings

@@ -8,8 +8,8 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
-from jdisagg.serve.cluster.processes import read_secret
+from jdisagg.serve.cluster.link import channel_credentials, kv_contexts, server_credentials
+from jdisagg.serve.cluster.router_process import read_secret
 
 SECRET = "sixteen bytes of secret, or more"
 

@@ -15,7 +15,7 @@ from jdisagg.core.events import ROUTER, ChangeRole
 from jdisagg.core.journal import read_lines
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.engine import reshape
+from jdisagg.engine import mesh_executor
 from jdisagg.policy.role_change import Standing
 from tests.fixtures import conformance
 from tests.serve.live_http import eventually
@@ -125,4 +125,4 @@ def test_a_change_that_fails_half_way_leaves_the_worker_what_it_was(monkeypatch)
         eventually(lambda: any("no room for the program" in each["why"] for each in described()), 120)
         assert llm.service.driver.actors[name].config.role is Role.PREFILL
         assert answers(llm) == FAMILY.greedy
-    assert reshape.compile_cold is not broken
+    assert mesh_executor.compile_cold is not broken

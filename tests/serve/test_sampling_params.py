@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from jdisagg.core import request as core
-from jdisagg.engine.sampling import SEED_HIGH, SEED_LOW
-from jdisagg.engine.sampling_metadata import SamplingRows
+from jdisagg.engine.sampling import SEED_HIGH, SEED_LOW, SamplingRows
 from jdisagg.serve.frontends import offline
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.jobs import completion_job

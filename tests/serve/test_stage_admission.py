@@ -12,7 +12,7 @@ from jdisagg.core.request import FinishReason
 from jdisagg.core.steps import StepPlan
 from jdisagg.core.worker_config import Stages, TransferMode
 from jdisagg.engine.executor import GroupDone
-from jdisagg.engine.gates import HeldStep
+from jdisagg.engine.runner import HeldStep
 from jdisagg.engine.toy import ToyExecutor, ToyShipment, toy_output
 from tests.serve.live_http import eventually
 from tests.serve.live_toy import worker_config

@@ -10,7 +10,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.model.calibration import Loss
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.products import ProductTimes
-from jdisagg.serve.cluster.processes import identity_of
+from jdisagg.serve.cluster.router_process import identity_of
 from jdisagg.serve.deploy.assemble import choose_weights, chosen, kept_experts
 from jdisagg.serve.deploy.deployment import resolve_deployment, weight_dtype_of
 from tests.fixtures.conformance import ROOT

@@ -8,7 +8,7 @@ import pytest
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.autoscaler import Scaling
+from jdisagg.policy.scaling import Scaling
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import FREE_LINK, by_roofline, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline

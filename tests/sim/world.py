@@ -44,7 +44,7 @@ from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.tiers import DropPages, InsertPages, MovePages, Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import PendingStep
-from jdisagg.engine.gates import HeldStep
+from jdisagg.engine.runner import HeldStep
 from jdisagg.engine.toy import ToyExecutor, ToyFault, ToyShipment
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker

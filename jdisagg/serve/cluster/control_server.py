@@ -30,12 +30,12 @@ from jdisagg.serve.cluster.link import (
     PROTOCOL,
     Heartbeat,
     Link,
+    PeriodicTask,
     new_nonce,
     nonce_of,
     read_opening,
     read_record,
 )
-from jdisagg.serve.cluster.periodic import PeriodicTask
 
 log = logging.getLogger("jdisagg.cluster")
 

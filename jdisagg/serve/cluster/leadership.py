@@ -13,8 +13,7 @@ from jdisagg.core.codec import shown
 from jdisagg.core.errors import ConfigError, PeerDead, SenselessWord
 from jdisagg.serve.cluster.control_server import ServerCallbacks
 from jdisagg.serve.cluster.coordination import MAX_TERM, CoordinationError, Lease, RouterAddress, lease_clock_s
-from jdisagg.serve.cluster.link import Link
-from jdisagg.serve.cluster.periodic import PeriodicTask
+from jdisagg.serve.cluster.link import Link, PeriodicTask
 from jdisagg.serve.driver.service import NotLeader
 
 log = logging.getLogger("jdisagg.cluster")

@@ -12,16 +12,34 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import queue
 import re
 import secrets
+import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import grpc
+
 from jdisagg.core.authenticated_channel import MAX_RECORD_BYTES, AuthenticatedChannel
-from jdisagg.core.errors import BadTicket
+from jdisagg.core.codec import decode, shown
+from jdisagg.core.errors import BadTicket, ConfigError, DecodeError, SenselessWord
+from jdisagg.core.messages import Ended, Message, Progress
+from jdisagg.core.protocol import check_word
+from jdisagg.core.request import WorkerId
+from jdisagg.core.settings import Settings
+from jdisagg.core.worker_config import MOST, WorkerConfig
+from jdisagg.serve.cluster.kv_notices import read_lent, read_notice
+from jdisagg.serve.deploy.private_files import read_private
+from jdisagg.serve.driver.role_change import ReshapeTimes
+from jdisagg.serve.observability.records import TransferStats, read_transfer_stats
+from jdisagg.serve.observability.worker_metrics import Samples, read_samples
 
 log = logging.getLogger("jdisagg.cluster")
 
@@ -167,3 +185,164 @@ class Link:
         body = self._incoming.verify(record)
         self._note()
         return None if body == HEARTBEAT else body
+
+
+# What a body on a control link says, read and checked: whatever a peer wrote, what comes out is of the declared
+# types.
+#
+# A body is a message from worker to worker or to or from the router, a notice of KV, or a process's status
+# report. What makes no sense raises SenselessWord, or BadTicket, by which the link with whoever said it ends.
+
+
+def read_word(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfig | None) -> Message | None:
+    """The message of a body, None where it is a notice of KV or of pages that are lent. Either end is None where it is
+    the router."""
+    if "kv" in body or "lent" in body:
+        if sender is None or to is None:
+            raise SenselessWord("KV goes from worker to worker, and the router is none")
+        if "kv" in body:
+            read_notice(body["kv"], sender, to)
+        else:
+            read_lent(body["lent"])
+        return None
+    try:
+        message = decode(body.get("message"))
+    except DecodeError as error:
+        raise SenselessWord(str(error)) from error
+    if not isinstance(message, Message):
+        raise SenselessWord(f"{type(message).__name__} is no message")
+    check_word(message, sender, to)
+    return message
+
+
+def shifted(message: Message, shift_s: float) -> Message:
+    """Times of another process's clock as times of this one's."""
+    return replace(message, at_s=message.at_s + shift_s) if isinstance(message, Progress | Ended) else message
+
+
+def read_shift_s(record: Any) -> float:
+    """What the clock of the process that says its `now_s` lacks to be ours, and the way here."""
+    try:
+        shift_s = time.monotonic() - float(record["now_s"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SenselessWord(f"a clock that cannot be read: {type(error).__name__}: {shown(error)}") from error
+    if not math.isfinite(shift_s):
+        raise SenselessWord(f"a clock that says {shown(record['now_s'])}")
+    return shift_s
+
+
+def read_status(status: Any) -> tuple[float, int, Samples, TransferStats, dict[WorkerId, ReshapeTimes]]:
+    """Its clock's shift, its recompiles, its samples, and its workers' transfer statistics and changes of role."""
+    shift_s = read_shift_s(status)
+    recompiles, samples, transfer_stats = (status.get(name) for name in ("recompiles", "samples", "transfer_stats"))
+    if type(recompiles) is not int or not 0 <= recompiles <= MOST:
+        raise SenselessWord(f"a status of {shown(recompiles)} recompiles")
+    took = read_reshape_times(status.get("reshape_times") or {})
+    return shift_s, recompiles, read_samples(samples), read_transfer_stats(transfer_stats or {}), took
+
+
+def read_reshape_times(record: Any) -> dict[WorkerId, ReshapeTimes]:
+    """What the latest changes of a process's workers took. Raises SenselessWord."""
+    try:
+        return {WorkerId(str(worker)): _reshape_times(each) for worker, each in record.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SenselessWord(f"times of changes that cannot be read: {shown(record)}") from error
+
+
+def _reshape_times(record: Any) -> ReshapeTimes:
+    seconds = {name: float(record[name]) for name in ("reshard_s", "compile_s", "warm_s")}
+    counts = {name: int(record[name]) for name in ("moved_bytes", "num_programs")}
+    if not all(0 <= each < 1 << 62 for each in (*seconds.values(), *counts.values())):
+        raise ValueError(f"{seconds} and {counts}")
+    return ReshapeTimes(**seconds, **counts, read_again=tuple(str(each)[:200] for each in record["read_again"][:1000]))
+
+
+# TLS by flag: for the control link (gRPC) and for KV over tcp, both from the same certificate and authority.
+#
+# With --tls_ca every end must show a certificate of that authority; without it, clients trust the system's
+# authorities and servers ask for none. The shared secret is asked for in any case.
+
+
+def server_credentials(settings: Settings) -> grpc.ServerCredentials | None:
+    """For the control port; None without TLS. Raises ConfigError."""
+    if not wants_tls(settings):
+        return None
+    authority = _read("tls_ca", settings.tls_ca)
+    pair = [(read_private("tls_key", settings.tls_key), _read("tls_cert", settings.tls_cert))]
+    return grpc.ssl_server_credentials(pair, authority or None, require_client_auth=bool(authority))
+
+
+def channel_credentials(settings: Settings) -> grpc.ChannelCredentials | None:
+    if not wants_tls(settings):
+        return None
+    key, cert = read_private("tls_key", settings.tls_key), _read("tls_cert", settings.tls_cert)
+    return grpc.ssl_channel_credentials(_read("tls_ca", settings.tls_ca) or None, key, cert)
+
+
+def kv_contexts(settings: Settings) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+    """Where KV is offered, and where it is pulled. Raises ConfigError."""
+    if not wants_tls(settings):
+        return None, None
+    read_private("tls_key", settings.tls_key)  # ssl reads it for itself: only its mode is looked at
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        client = ssl.create_default_context(cafile=settings.tls_ca or None)
+        for each in (server, client):
+            each.minimum_version = ssl.TLSVersion.TLSv1_2
+            each.load_cert_chain(settings.tls_cert, settings.tls_key)
+        if settings.tls_ca:
+            server.load_verify_locations(settings.tls_ca)
+            server.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"--tls_cert={settings.tls_cert} --tls_key={settings.tls_key}: {error}") from error
+    return server, client
+
+
+def wants_tls(settings: Settings) -> bool:
+    """Raises ConfigError where only a part of it is given."""
+    if bool(settings.tls_cert) != bool(settings.tls_key):
+        raise ConfigError(f"--tls_cert={settings.tls_cert!r} and --tls_key={settings.tls_key!r}: give both or neither")
+    if settings.tls_ca and not settings.tls_cert:
+        raise ConfigError(f"--tls_ca={settings.tls_ca} needs --tls_cert and --tls_key: every process serves others")
+    return bool(settings.tls_cert)
+
+
+def _read(flag: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes() if path else b""
+    except OSError as error:
+        raise ConfigError(f"--{flag}={path}: {error.strerror}") from error
+
+
+# A task that runs at intervals on a thread of its own, whatever other threads are waiting for.
+
+
+class PeriodicTask:
+    """Calls `task` every `interval_s` seconds, from `start` to `stop`. One that raises is logged and called again."""
+
+    def __init__(self, interval_s: float, task: Callable[[], object]) -> None:
+        self._interval_s, self._task = interval_s, task
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="control-periodic", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def __enter__(self) -> PeriodicTask:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._interval_s):
+            try:
+                self._task()
+            except Exception:  # the next call may find what this one could not
+                log.exception("a periodic task failed")

@@ -27,10 +27,16 @@ from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import Capability
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.cluster.bodies import read_word, shifted
-from jdisagg.serve.cluster.link import Link
-from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, read_peer, records
-from jdisagg.serve.cluster.remote_pages import offer_records, pull_records, read_lent
+from jdisagg.serve.cluster.kv_notices import (
+    PeerRecord,
+    RemoteKV,
+    offer_records,
+    pull_records,
+    read_lent,
+    read_peer,
+    records,
+)
+from jdisagg.serve.cluster.link import Link, read_word, shifted
 from jdisagg.serve.cluster.role_options import options_json
 from jdisagg.serve.deploy.deployment import WorkerShapes
 from jdisagg.serve.driver.driver import LiveDriver

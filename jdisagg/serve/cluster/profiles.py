@@ -19,8 +19,8 @@ from jdisagg.core.codec import shown
 from jdisagg.core.errors import SenselessWord
 from jdisagg.serve.cluster.control_client import ClientCallbacks
 from jdisagg.serve.cluster.control_server import ServerCallbacks
+from jdisagg.serve.cluster.kv_notices import read_peer
 from jdisagg.serve.cluster.link import Link
-from jdisagg.serve.cluster.remote_kv import read_peer
 from jdisagg.serve.observability.tracing import LONGEST_S, ROUTER_PROCESS, Busy, Files, Profiles, device_trace
 
 log = logging.getLogger("jdisagg.cluster")

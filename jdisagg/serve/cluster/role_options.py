@@ -16,7 +16,7 @@ from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.serve.cluster.remote_kv import PeerRecord
+from jdisagg.serve.cluster.kv_notices import PeerRecord
 from jdisagg.serve.deploy.deployment import Deployment, WorkerShapes, shapes_of
 
 MOST_OPTIONS, LONGEST_TEXT = 64, 1000

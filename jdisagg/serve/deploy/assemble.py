@@ -13,19 +13,17 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdisagg import __version__
-from jdisagg.core.adapters import adapter_sizes
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.journal import Header
 from jdisagg.core.layout.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import AS_ACTIVATIONS, SCALED, ModelConfig, WeightFormat
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import WorkerId, adapter_sizes
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.engine.draft_layers import DraftModel
-from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.reshape import Shape
+from jdisagg.engine.mesh_executor import MeshExecutor, Shape
+from jdisagg.engine.spec.draft_layers import DraftModel
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.model.calibration import TEXT, Loss, measure_loss
 from jdisagg.model.checkpoint import open_source, read_defaults, size_text
@@ -34,8 +32,8 @@ from jdisagg.model.products import ProductTimes, time_products
 from jdisagg.model.sources import HFSource
 from jdisagg.model.sources import Source as WeightSource
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.autoscaler import Scaling
 from jdisagg.policy.router.router import Router
+from jdisagg.policy.scaling import Scaling
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.deploy.compression_costs import post_compression_costs
 from jdisagg.serve.deploy.deployment import AUTO, STORED, Deployment, WorkerShapes

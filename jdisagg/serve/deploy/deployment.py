@@ -20,7 +20,7 @@ from jdisagg.core.model_identity import ModelIdentity
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig, WorkerSizes, kv_runs, kv_sizes, worker_config
-from jdisagg.engine.reshape import Shape
+from jdisagg.engine.mesh_executor import Shape
 from jdisagg.model.checkpoint import read_model, stored_weights, why_no_model
 from jdisagg.model.draft_head import HeadConfig
 from jdisagg.model.gguf.file import gguf_name, is_gguf

@@ -15,7 +15,7 @@ from jdisagg.core.model_config import AS_ACTIVATIONS
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role
 from jdisagg.model.checkpoint import size_text
-from jdisagg.serve.cluster.processes import ALL_ROLES, FRONT_ROLE, ROUTER_ROLE, plays
+from jdisagg.serve.cluster.router_process import ALL_ROLES, FRONT_ROLE, ROUTER_ROLE, plays
 from jdisagg.serve.deploy.deployment import AUTO, Deployment
 from jdisagg.serve.deploy.memory import Budget
 

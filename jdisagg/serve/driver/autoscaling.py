@@ -15,8 +15,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.events import ROUTER, ChangeRole
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.autoscaler import Flip, Scaling
-from jdisagg.policy.role_scaler import LOOK_S, RoleScaler
+from jdisagg.policy.scaling import LOOK_S, Flip, RoleScaler, Scaling
 from jdisagg.serve.deploy.deployment import WorkerShapes
 
 log = logging.getLogger("jdisagg.autoscaler")

@@ -24,8 +24,7 @@ from jdisagg.core.model_config import NAMES, WeightFormat
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.reshape import Shape, compile_cold, programs_with, read_anew, reshaped, shape_of
+from jdisagg.engine.mesh_executor import MeshExecutor, Shape, compile_cold, programs_with, read_anew, reshaped, shape_of
 from jdisagg.model import calibration, products
 from jdisagg.model.names import matrix_leaves
 from jdisagg.parallel.topology import machine_name

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jdisagg.core.adapters import NAME, Adapter, adapter_sizes, named_folders
 from jdisagg.core.errors import CheckpointError, ConfigError, RequestError
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.request import NAME, Adapter, adapter_sizes, named_folders
 from jdisagg.core.settings import Settings
 from jdisagg.model.lora import identified, read_adapter
 

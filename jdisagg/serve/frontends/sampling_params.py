@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jdisagg.core import request as core
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.errors import RequestError
+from jdisagg.core.request import Adapter
 from jdisagg.serve.frontends.sampling import fold_seed, sampling_params, stop_strings
 from jdisagg.serve.frontends.text import TextOptions
 

@@ -23,8 +23,7 @@ from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Progress
 from jdisagg.core.request import Request, RequestId, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.autoscaler import Load, Replicas
-from jdisagg.policy.role_scaler import RoleScaler
+from jdisagg.policy.scaling import Load, Replicas, RoleScaler
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.driver.service import Capacity
 from jdisagg.serve.observability.health import Troubles

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.core.adapters import Adapter
 from jdisagg.core.events import Finish, Reject, Submit, WorkerLost
 from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Ended, Reserve, Reserved
-from jdisagg.core.request import Attempt, FinishReason, Phase, Request, RequestId, WorkerId
+from jdisagg.core.request import Adapter, Attempt, FinishReason, Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.prefix_cache import page_hashes

@@ -25,11 +25,22 @@ from jdisagg.core.settings import Settings
 from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.kv.transport.tcp import tcp
 from jdisagg.kv.transport.ticket import TransferId
-from jdisagg.serve.cluster.certificates import channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
-from jdisagg.serve.cluster.link import HEARTBEAT, LAST, METHOD, PROTOCOL, Heartbeat, Link, new_nonce, split_record
-from jdisagg.serve.cluster.processes import identity_of
+from jdisagg.serve.cluster.link import (
+    HEARTBEAT,
+    LAST,
+    METHOD,
+    PROTOCOL,
+    Heartbeat,
+    Link,
+    channel_credentials,
+    kv_contexts,
+    new_nonce,
+    server_credentials,
+    split_record,
+)
+from jdisagg.serve.cluster.router_process import identity_of
 from jdisagg.serve.deploy.deployment import resolve_deployment
 from tests.serve.cluster.processes import private
 

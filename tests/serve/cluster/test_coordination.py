@@ -23,7 +23,7 @@ from jdisagg.serve.cluster.coordination import (
     RouterAddress,
     open_lease,
 )
-from jdisagg.serve.cluster.processes import roles_of
+from jdisagg.serve.cluster.router_process import roles_of
 from tests.kv.tiers.valkey import Valkey
 from tests.serve.cluster.coordination_services import SERVICES, CoordinationService, FakeKubernetes, lease_at
 from tests.serve.cluster.processes import until

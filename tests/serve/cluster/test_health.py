@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.serve.cluster.health import HealthServer
+from jdisagg.serve.cluster.worker_process import HealthServer
 from tests.serve.cluster.processes import status
 
 

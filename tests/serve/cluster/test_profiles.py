@@ -15,9 +15,9 @@ from jdisagg.core.errors import SenselessWord
 from jdisagg.serve.cluster import profiles
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
+from jdisagg.serve.cluster.kv_notices import records
 from jdisagg.serve.cluster.link import Link
 from jdisagg.serve.cluster.profiles import FAILED, Answer, RouterProfiles, WorkerProfiles
-from jdisagg.serve.cluster.remote_kv import records
 from jdisagg.serve.observability.tracing import Busy, Files
 from tests.serve.cluster.test_control_link import CALM, KIND, SECRET, Notes
 from tests.serve.cluster.test_router_node import worker

@@ -22,11 +22,11 @@ from jdisagg.core.settings import Settings
 from jdisagg.policy.roll_call import Card
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
-from jdisagg.serve.cluster.processes import roles_of
+from jdisagg.serve.cluster.group.assembly import join_leader
+from jdisagg.serve.cluster.group.member import devices_each, worker_devices
+from jdisagg.serve.cluster.group.stream import GroupStream
+from jdisagg.serve.cluster.router_process import roles_of
 from jdisagg.serve.deploy.servers import check_cluster_ports
-from jdisagg.serve.group.assembly import join_leader
-from jdisagg.serve.group.stream import GroupStream
-from jdisagg.serve.group.world import devices_each, worker_devices
 from tests.serve.cluster.test_control_link import CALM, KIND, SECRET, RouterNotes, WorkerNotes
 from tests.serve.group.meetings import SECRET as GROUP_SECRET
 from tests.serve.group.meetings import WAIT_S, Door, card, meeting

@@ -24,8 +24,8 @@ from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
+from jdisagg.serve.cluster.kv_notices import PeerRecord, RemoteKV, records
 from jdisagg.serve.cluster.link import Heartbeat, Link
-from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV, records
 from jdisagg.serve.cluster.role_options import Option, options_json
 from jdisagg.serve.cluster.router_node import RouterNode
 from jdisagg.serve.deploy.deployment import WorkerShapes

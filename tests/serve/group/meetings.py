@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jdisagg.policy.roll_call import Card
-from jdisagg.serve.group.assembly import Assembly, Meeting
+from jdisagg.serve.cluster.group.assembly import Assembly, Meeting
 from tests.ports import free_port
 
 SECRET = b"thirty two bytes of no real secret"

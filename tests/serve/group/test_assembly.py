@@ -13,7 +13,7 @@ import pytest
 
 from jdisagg.core.errors import ConfigError, PeerDead, PeerMismatch
 from jdisagg.kv.transport.listener import split_address
-from jdisagg.serve.group.assembly import Assembly, GroupUnfilled, join_leader
+from jdisagg.serve.cluster.group.assembly import Assembly, GroupUnfilled, join_leader
 from tests.serve.group.meetings import WAIT_S, Door, card, meeting
 
 

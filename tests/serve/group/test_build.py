@@ -10,7 +10,7 @@ from jdisagg.core.errors import PeerMismatch
 from jdisagg.core.labels import Labels
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.serve.group.build import check_same
+from jdisagg.serve.cluster.group.leader import check_same
 
 DECODE = WorkerConfig(WorkerId("decode-0"), Role.DECODE, 8, 4, 64)
 

@@ -12,10 +12,9 @@ import pytest
 
 from jdisagg.core.dispatch_digest import EVERY, RunningDigest
 from jdisagg.core.errors import JdisaggError
-from jdisagg.serve.group.assembly import Assembly, join_leader
-from jdisagg.serve.group.leader import awaited, when_all
-from jdisagg.serve.group.members import Members
-from jdisagg.serve.group.stream import Commands, GroupStream, Pulse
+from jdisagg.serve.cluster.group.assembly import Assembly, join_leader
+from jdisagg.serve.cluster.group.leader import Members, awaited, when_all
+from jdisagg.serve.cluster.group.stream import Commands, GroupStream, Pulse
 from tests.serve.cluster.processes import until
 from tests.serve.group.meetings import WAIT_S, card, meeting
 

@@ -7,7 +7,7 @@ import pytest
 from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.errors import MeshError
 from jdisagg.core.settings import Settings
-from jdisagg.serve.group.world import devices_each, worker_of
+from jdisagg.serve.cluster.group.member import devices_each, worker_of
 
 TWO = GroupPlace("g", 0, 2, "127.0.0.1:1")
 

@@ -22,7 +22,6 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, Decoder, Drawing, DrawnRows, Microbatch, advanced
 from jdisagg.engine.draw_declarations import Drawn
-from jdisagg.engine.grammar_masks import masked
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.sampling import (
     FREQUENCY,
@@ -32,9 +31,10 @@ from jdisagg.engine.sampling import (
     penalised,
     pick,
     pick_greedy,
+    sampled_rows,
     token_logprobs,
 )
-from jdisagg.engine.sampling_metadata import sampled_rows
+from jdisagg.engine.spec.grammar_masks import masked
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Program
 

@@ -13,8 +13,10 @@ as often, and here the tokens are those that steps of one would have drawn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -30,23 +32,252 @@ from jdisagg.engine.decode import (
     TOKEN,
     Decoder,
     Drawing,
+    DrawnRows,
     Microbatch,
+    advanced,
 )
-from jdisagg.engine.draft_layers import FREE, DraftLayers
-from jdisagg.engine.draft_reading import DraftReading
 from jdisagg.engine.draw_declarations import Drawn
-from jdisagg.engine.grammar_masks import masked
-from jdisagg.engine.layer_group import LayerGroup
-from jdisagg.engine.sampling_metadata import Asked, is_plain
-from jdisagg.engine.verification import (
-    PendingDrafts,
-    counted_drafts,
-    drafts_logprobs,
-    verified,
-    verified_greedy,
+from jdisagg.engine.layer_group import Chunks, LayerGroup, running
+from jdisagg.engine.prefill import UnreadChunks, picks
+from jdisagg.engine.sampling import (
+    FREQUENCY,
+    REPETITION,
+    BatchSampling,
+    Counts,
+    SamplingMetadata,
+    counted,
+    is_plain,
+    penalised,
+    pick,
+    pick_greedy,
+    sampled_rows,
+    token_logprobs,
 )
+from jdisagg.engine.spec.draft_layers import FREE, LATELY, DraftLayers
+from jdisagg.engine.spec.grammar_masks import masked
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Program
+
+# What is drawn of a step's rows where a slot has several, its token's and a draft's: each row draws, and a draft
+# is taken as far as it is what was drawn.
+#
+# Penalties look at what stood before: of a draft's rows, at the guesses in front of each one too, which are what
+# was drawn wherever the row behind them counts.
+
+
+def noted(history: Array, state: Array) -> Array:
+    """The history with each running slot's token at its position."""
+    slots = jnp.arange(history.shape[0])
+    places = jnp.where(running(state), state[POSITION], history.shape[1])
+    return history.at[slots, places].set(state[TOKEN], mode="drop")
+
+
+def taken(history: Array, state: Array, wide: Array, tokens: Array, metadata: SamplingMetadata) -> Any:
+    """(history, state, what is told i32[B, 2 + drafts]) after these were drawn, i32[B * (1 + drafts)], by rows as
+    `wide`: tokens as far as each row was fed what the one before it drew, MASKED behind that, and in the last column
+    how many were guessed."""
+    fed, drawn = wide[TOKEN].reshape(state.shape[1], -1), tokens.reshape(state.shape[1], -1)
+    enabled, going, reported = wide[ENABLED].reshape(fed.shape) == 1, state, []
+    for column in range(fed.shape[1]):
+        on = enabled[:, column] if column == 0 else enabled[:, column] & (fed[:, column] == reported[-1])
+        going, told = advanced(going.at[ENABLED].set(on.astype(jnp.int32)), drawn[:, column], metadata)
+        reported.append(told)
+        history = noted(history, going)
+    guesses = jnp.where(running(state), jnp.sum(enabled[:, 1:], axis=1, dtype=jnp.int32), 0)
+    return history, going.at[ENABLED].set(state[ENABLED]), jnp.stack([*reported, guesses], axis=1)
+
+
+def repeated(metadata: SamplingMetadata, rows: int) -> SamplingMetadata:
+    """That of each slot for each of its rows."""
+    times = rows // metadata.ints.shape[0]
+    return SamplingMetadata(*(jnp.repeat(each, times, axis=0) for each in metadata))
+
+
+def verified_greedy(history: Array, state: Array, wide: Array, logits: Array, metadata: SamplingMetadata) -> Any:
+    return taken(history, state, wide, pick_greedy(logits), metadata)
+
+
+def verified(
+    history: Array, state: Array, wide: Array, logits: Array, metadata: SamplingMetadata, counts: Counts
+) -> Any:
+    """As `taken`, of logits f32[B * (1 + drafts), V]."""
+    asked, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
+    logits = jax.lax.cond(
+        jnp.any(asked != neutral), penalised_ahead, lambda logits, *_: logits, logits, wide, metadata, counts
+    )
+    own = repeated(metadata, logits.shape[0])
+    return taken(history, state, wide, pick(logits, own, None, wide[POSITION] + 1), metadata)
+
+
+def penalised_ahead(logits: Array, wide: Array, metadata: SamplingMetadata, counts: Counts) -> Array:
+    """f32[B * (1 + drafts), V]: each row's, as if all that its slot is fed before it had been drawn."""
+    slots, vocab_size = counts.output.shape
+    by_slot, fed, rows = logits.reshape(slots, -1, vocab_size), wide[TOKEN].reshape(slots, -1), []
+    for column in range(fed.shape[1]):
+        counts = counted(counts, fed[:, column]) if column else counts
+        rows.append(penalised(by_slot[:, column], metadata, counts))
+    return jnp.stack(rows, axis=1).reshape(logits.shape)
+
+
+def counted_drafts(counts: Counts, told: Array) -> Counts:
+    """The counts with all that was drawn."""
+    for column in range(told.shape[1] - 1):
+        counts = counted(counts, told[:, column])
+    return counts
+
+
+def drafts_logprobs(logits: Array, told: Array) -> tuple[Array, Array, Array]:
+    """As `token_logprobs`, of every row."""
+    return token_logprobs(logits, told[:, :-1].reshape(-1))
+
+
+@dataclass(frozen=True)
+class PendingDrafts:
+    """What rows with drafts draw, on its way to the host."""
+
+    plan: DecodeRows
+    first_slot: int
+    told: Array  # i32[B, 2 + drafts], see `taken`
+    wanted: list[int | None]  # SamplingParams.logprobs of the active slots
+    logprobs: tuple[Array, Array, Array] | None  # of B * (1 + drafts) rows
+    kinds: list[str]  # of the active slots: what their drafts were made by
+
+    def read(self) -> DrawnRows:
+        """Blocks until they are there; see `StepDone`."""
+        rows = [slot - self.first_slot for slot in self.plan.active]
+        drawn, width = np.asarray(self.told)[:, :-1].tolist(), self.told.shape[1] - 1
+        parts = None if self.logprobs is None else [np.asarray(each) for each in self.logprobs]
+        drawn_rows = []
+        for slot, row, number in zip(self.plan.active, rows, self.wanted, strict=True):
+            tokens = [token for token in drawn[row] if token != MASKED]
+            own = slice(row * width, row * width + len(tokens))
+            told = sampled_rows(tokens, [number] * len(tokens), parts and [part[own] for part in parts])
+            drawn_rows.append((slot, tuple(told) or None))
+        return tuple(drawn_rows)
+
+    def guessed(self) -> tuple[tuple[int, str, int], ...]:
+        """As `StepDone.guessed`."""
+        numbers = np.asarray(self.told)[:, -1].tolist()
+        found = [
+            (slot, kind, numbers[slot - self.first_slot])
+            for slot, kind in zip(self.plan.active, self.kinds, strict=True)
+        ]
+        return tuple(each for each in found if each[2])
+
+
+# What a draft model has read of each slot, and what it is still to read: no more than a guess needs, and not
+# before one is wanted.
+#
+# What it has read lies in its pages, which come with the model's from wherever the tokens were computed, and say
+# themselves how far they go (`DraftLayers.found`). What is not there is read from the tokens, those that were
+# drawn among them: at most PRIMED of them a step, so that the rows beside it go on; n-grams guess meanwhile. A
+# slot that is asked for no guess is not read.
+
+KNOWN_AFTER = 2  # steps: what a step's programs found is then read by nobody who would wait for it
+
+
+@dataclass(frozen=True)
+class PendingDraftRead:
+    """How many tokens of a slot the pages have, on its way to the host."""
+
+    step: int
+    position: int  # tokens that they would have, were all there
+    found: Array  # i32[]
+
+
+class DraftReading:
+    """Of the slots of one microbatch, by their rows."""
+
+    def __init__(self, layers: DraftLayers, batch: Microbatch) -> None:
+        self.layers, self.batch, self.steps = layers, batch, 0
+        self.fed: Array = batch.put(np.zeros(batch.size, np.int32))  # tokens whose KV is there
+        self.arriving: dict[int, Admission] = {}  # their pages may be on their way
+        self.asked: dict[int, PendingDraftRead] = {}
+        self.unread: dict[int, int] = {}  # tokens before the next one whose KV is not there, at most
+        worker = layers.worker
+        self.places = batch.put((np.arange(layers.primed_tokens, dtype=np.int32), np.int32(worker.page_size)))
+
+    # ------------------------------------------------------------ what is there
+
+    def begin(self, plan: DecodeRows) -> None:
+        """Before a step: who comes, and how far the pages of those go who have all of them now."""
+        self.steps += 1
+        for slot in plan.retire:
+            self._forget(slot - self.batch.first_slot)
+        for admission in plan.admit:
+            row = admission.slot - self.batch.first_slot
+            self._forget(row)
+            if admission.history.whole:
+                self.arriving[row] = admission
+        if self.layers.kept:
+            self.layers.wipe([(grant.page, 0) for grant in plan.grants])
+        if not plan.gates:
+            self._look()
+
+    def _forget(self, row: int) -> None:
+        for each in (self.arriving, self.asked, self.unread):
+            each.pop(row, None)
+
+    def _look(self) -> None:
+        for row, admission in self.arriving.items():
+            if not self.layers.kept:
+                self._restart(row, np.asarray(0, np.int32))
+                self.unread[row] = admission.position
+                continue
+            size = self.layers.worker.page_size
+            written, page = admission.position % size, admission.position // size
+            self.layers.wipe([(each, 0 if at else written) for at, each in enumerate(admission.pages[page:])])
+            found = self.layers.found(admission)
+            self._restart(row, found)
+            found.copy_to_host_async()
+            self.asked[row], self.unread[row] = PendingDraftRead(self.steps, admission.position, found), 0
+        self.arriving.clear()
+        for row, asked in list(self.asked.items()):
+            if self.steps >= asked.step + KNOWN_AFTER:
+                del self.asked[row]
+                self.unread[row] += asked.position - int(np.asarray(asked.found))
+
+    def _restart(self, row: int, found: np.ndarray | Array) -> None:
+        self.fed = self.layers.set_fed(self.fed, *self.batch.put((np.asarray(row, np.int32), found)))
+
+    # ------------------------------------------------------------ what is read
+
+    def due(self, plan: DecodeRows) -> dict[int, int]:
+        """Tokens of each row that are read before the rows of this step guess: of those that are asked for a guess."""
+        if plan.gates:
+            return {}  # its pages may be on their way
+        wide = [slot for slot, width in zip(plan.active, plan.widths, strict=False) if width > 1 and not plan.turns]
+        room, found = self.layers.primed_tokens, dict[int, int]()
+        for row in (slot - self.batch.first_slot for slot in wide):
+            unread = self.unread.get(row, 0)
+            if unread >= LATELY and room and len(found) < self.layers.worker.max_chunk_seqs:
+                found[row] = min(unread, room)
+                room -= found[row]
+        return found
+
+    def read(self, due: dict[int, int], history: Array) -> None:
+        """history i32[B, S]: the tokens of all slots, by position."""
+        layers, batch = self.layers, self.batch
+        picked = picks(due, layers.worker.max_chunk_seqs, batch.size)
+        held = history, batch.state, self.fed, *batch.put((batch.table.copy(), picked)), *self.places
+        made: UnreadChunks = layers.unread(*held)
+        layers.prefill(Chunks(*map(layers.submesh.spread, (made.rows, made.spans, made.table))), None)
+        self.fed = made.fed
+        for row, number in due.items():
+            self.unread[row] -= number
+
+    def stepped(self, plan: DecodeRows, *, guessed: bool) -> None:
+        """What the rows of this step are going to draw is not read yet; `guessed`: but what was drawn before."""
+        for slot, width in zip(plan.active, plan.widths or (1,) * len(plan.active), strict=True):
+            row = slot - self.batch.first_slot
+            if row not in self.unread:
+                continue
+            if not guessed or width == 1:
+                self.unread[row] += width
+            else:
+                left = self.unread[row] - LATELY
+                self.unread[row] = 1 if left < 0 else left + width
+
 
 NO_GUESS = -1
 LATE = 16  # steps of one token a row whose tokens are noted at once
@@ -283,7 +514,7 @@ class DraftingDecoder(Decoder):
         kinds = [GRAMMAR if slot - batch.first_slot in forced else self.drafts.guesser for slot in plan.active]
         return PendingDrafts(plan, batch.first_slot, told, wanted, logprobs, kinds)
 
-    def _draw(self, batch: Microbatch, logits: Array, asked: Asked) -> Array:
+    def _draw(self, batch: Microbatch, logits: Array, asked: BatchSampling) -> Array:
         """As the decoder without drafts, by the same programs: what they draw is noted later, many steps at once."""
         tokens, guesses = super()._draw(batch, logits, asked), self._guesses_of(batch)
         guesses.unnoted.append(tokens)

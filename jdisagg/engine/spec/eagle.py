@@ -8,6 +8,7 @@ one row a slot, and once for each token that it guesses.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,27 +17,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.model_config import ModelConfig
+from jdisagg.core.steps import Admission, DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.engine.attention import ChunkRows, DecodeRows, decode_rows, paged_attend, shifted
+from jdisagg.engine.attention import ChunkRows, DecodeAttentionRows, decode_rows, paged_attend, shifted
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
-from jdisagg.engine.decode import POSITION, TOKEN
-from jdisagg.engine.draft_layers import FREE, drawn_alike
-from jdisagg.engine.layer_group import LayerGroup, MixedOut, in_chunks, running
+from jdisagg.engine.decode import POSITION, TOKEN, Drawing, Microbatch
+from jdisagg.engine.draw_declarations import Drawn
+from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroup, LayerGroupPrograms, MixedOut, in_chunks, running
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, NEVER, TEMPERATURE, SamplingMetadata, pick_greedy
+from jdisagg.engine.spec.draft_layers import FREE, drawn_alike
+from jdisagg.engine.spec.drafting import DraftingDecoder, Guesses
 from jdisagg.kv.pools import abstract_pools
 from jdisagg.model.draft_head import DraftHead, HeadModel, HeadParams, load_head
+from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.model.looped_params import LoopedParams
 from jdisagg.model.lora import AdapterCapacity
-from jdisagg.model.network import Stage
+from jdisagg.model.network import Stage, blocks_of
 from jdisagg.model.params import StageParams
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.model.products import TILE_ROWS
+from jdisagg.parallel.submesh import Program, Submesh
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 
-Kinds = tuple[DecodeRows | None, ChunkRows | None]
+Kinds = tuple[DecodeAttentionRows | None, ChunkRows | None]
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class HeadedParams:
         return self.head.merge(leaves[len(leaves) - len(self.head.specs) :])
 
 
-class HeadedGroup(LayerGroup):
+class EagleLayerGroup(LayerGroup):
     """A `LayerGroup` whose pages have one layer more."""
 
     def __init__(
@@ -275,7 +282,7 @@ class HeadedGroup(LayerGroup):
         return (whole(self.submesh, (slots, self.config.hidden_size), self.dtype),)
 
 
-def declared_guesses(group: HeadedGroup, stage: int, slots: int, drafts: int) -> list[DeclaredProgram]:
+def declared_guesses(group: EagleLayerGroup, stage: int, slots: int, drafts: int) -> list[DeclaredProgram]:
     """Of so many tokens."""
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -330,3 +337,118 @@ def carried_on(kept: Array, states: Array, before: Array, after: Array) -> Array
 def forgotten(kept: Array, row: Array) -> Array:
     """The same without the state of a slot that takes another sequence."""
     return kept.at[row].set(0)
+
+
+# Decode rows whose drafts a head guesses, from the states that the model's own head takes.
+#
+# Of each slot the device that draws holds the state before the token that is fed next. The group's programs are
+# given it with the rows, as the head's entry of the first of them is made of it, and give back the states of all
+# rows; what was drawn says which of those is held next.
+
+
+class HeadPrograms:
+    """The programs of a head beside those of its group."""
+
+    def __init__(self, group: EagleLayerGroup) -> None:
+        self.group = group
+        self.carry, self.forget = Program(carried_on), Program(forgotten)
+
+    @property
+    def programs(self) -> list[Program]:
+        return [self.carry, self.forget]
+
+    def declared(self, slots: Drawn, widths: Sequence[Drawn]) -> Iterator[DeclaredProgram]:
+        """`slots` that draw, and `widths` of rows of them all."""
+        number, states = slots.rows, self.group.dtype
+
+        def held(count: int) -> Any:
+            return slots.of((count, self.group.config.hidden_size), states)
+
+        taken = slots.ints(4, number), slots.ints(4, number)
+        yield slots.program("draw forget", self.forget, (held(number), slots.ints()))
+        for rows in (slots, *widths):
+            yield rows.program("draw carry", self.carry, (held(number), held(rows.rows), *taken))
+        for rows in widths:
+            yield from declared_guesses(self.group, slots.stage, number, rows.rows // number - 1)
+
+
+class HeadedDecoder(DraftingDecoder):
+    """A `DraftingDecoder` over a group that has a head."""
+
+    def __init__(
+        self,
+        layer_groups: Sequence[LayerGroup],
+        config: WorkerConfig,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        super().__init__(layer_groups, config, vocab_size, grammars)
+        assert isinstance(layer_groups[-1], EagleLayerGroup), "the last stage has the head"
+        self.group = layer_groups[-1]
+        self.head = self.drafts.head = HeadPrograms(self.group)
+        shape = config.slots_per_microbatch, self.group.config.hidden_size
+        self.kept: list[Array] = [batch.put(np.zeros(shape, self.group.dtype)) for batch in self.microbatches]
+
+    def _admit(self, batch: Microbatch, guesses: Guesses, admission: Admission) -> None:
+        super()._admit(batch, guesses, admission)
+        place, row = self._place(batch), batch.put(np.asarray(admission.slot - batch.first_slot, np.int32))
+        self.kept[place] = self.head.forget(self.kept[place], row)
+
+    def _guess(self, batch: Microbatch, guesses: Guesses, given: Array, width: int) -> Array:
+        table = batch.table_on(self.group.submesh, width)
+        held = batch.state, self.kept[self._place(batch)], guesses.widths, given, batch.metadata
+        return self.group.guess(table, *held)
+
+    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
+        """As without a head; for the group that has it the states before the rows, [B, hidden], besides."""
+        held = super().inputs(group, batch, width)
+        return (*held, group.submesh.spread(self.kept[self._place(batch)])) if group is self.group else held
+
+    def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
+        before, states, place = batch.state, self.group.states_of_rows, self._place(batch)
+        assert states is not None, "the group's program ran"
+        drawing = super().finish(batch, plan, logits)
+        self.kept[place] = self.head.carry(self.kept[place], states.addressable_data(0), before, batch.state)
+        return drawing
+
+    def _place(self, batch: Microbatch) -> int:
+        return batch.first_slot // batch.size
+
+
+# What follows a chunk's last layer, declared: logits of some rows, those of all of a prompt's, and states.
+
+
+def declared_heads(
+    config: WorkerConfig, last: LayerGroupPrograms, stage: int, tokens: int, dtype: DTypeLike
+) -> Iterator[DeclaredProgram]:
+    """Of the last layer group of a worker that computes prompts, beside chunks of so many tokens."""
+    model, sequences, weights = last.config, config.max_chunk_seqs, abstract(last.params.leaves)
+    submesh = last.submesh
+    x = whole(submesh, (tokens, model.hidden_size), dtype)
+    ends = [("head", last.head_program, sequences)]
+    if config.role.prefills:  # a decode worker computes the ends of prompts, and scores none
+        ends.append(("score", last.score_program, tokens))
+    for kind, program, rows in ends:
+        room = 2 * local_bytes(x) + logit_bytes(model, min(rows, max(sequences, SCORE_ROWS)))
+        what, batch = (kind, stage, tokens, program), (x, whole(submesh, (rows,)))
+        gathers = gathers_of(last)
+        yield DeclaredProgram(*what, batch, submesh, weights=weights, batch_bytes=room, collectives=gathers)
+    if config.embeds and config.role.prefills:
+        what, batch = ("states", stage, tokens, last.pool_program), (x, whole(submesh, (2, sequences)))
+        room = 6 * local_bytes(whole(submesh, x.shape, jnp.float32))  # states, and three parts of each
+        yield DeclaredProgram(*what, batch, submesh, weights=weights, batch_bytes=room)
+
+
+def gathers_of(group: LayerGroupPrograms) -> dict[str, int]:
+    """The head's logits, gathered where the vocabulary is split."""
+    shards, vocab_size = group.submesh.tp, group.config.vocab_size
+    if shards == 1 or vocab_size % shards:
+        return {}
+    return {"all-gather": blocks_of(vocab_size // shards, group.submesh.devices[0].platform)}
+
+
+def scored_bytes(group: LayerGroupPrograms, rows: int) -> int:
+    """Of the logits of a step that makes them: with the rows that fill up a product's tiles, and where the vocabulary
+    is split as each shard makes them, as they are gathered, and in order."""
+    copies = 3 if gathers_of(group) else 1
+    return copies * (rows + 2 * TILE_ROWS) * group.config.vocab_size * 4

@@ -17,13 +17,12 @@ from typing import Any
 
 import jax
 
-from jdisagg.core.adapters import adapter_sizes
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.events import ROUTER, TermBegan
 from jdisagg.core.journal import Header
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.model_identity import SHORT_DIGITS
-from jdisagg.core.request import Request, WorkerId
+from jdisagg.core.request import Request, WorkerId, adapter_sizes
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
@@ -32,20 +31,19 @@ from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
 from jdisagg.model.checkpoint import read_defaults
 from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.policy.front import Front
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.cluster.certificates import kv_contexts, server_credentials
-from jdisagg.serve.cluster.control_client import Locate
+from jdisagg.serve.cluster.control_client import ControlClient, Locate
 from jdisagg.serve.cluster.control_server import ControlServer, ServerCallbacks
 from jdisagg.serve.cluster.coordination import RouterAddress, open_lease
-from jdisagg.serve.cluster.fronts import RouterFronts
+from jdisagg.serve.cluster.kv_notices import PeerRecord, RemoteKV
 from jdisagg.serve.cluster.leadership import Leadership
-from jdisagg.serve.cluster.link import Heartbeat
+from jdisagg.serve.cluster.link import Heartbeat, PeriodicTask, channel_credentials, kv_contexts, server_credentials
 from jdisagg.serve.cluster.nodes import Node, record_of
 from jdisagg.serve.cluster.profiles import RouterProfiles
-from jdisagg.serve.cluster.remote_kv import PeerRecord, RemoteKV
 from jdisagg.serve.cluster.role_options import options_of
-from jdisagg.serve.cluster.router_node import RouterNode
+from jdisagg.serve.cluster.router_node import FrontNode, RouterFronts, RouterNode
 from jdisagg.serve.deploy.assemble import (
     Progress,
     asked_observers,
@@ -362,3 +360,65 @@ def _service(
         ),
         stores=stores,
     )
+
+
+# A process that serves clients and has neither the router nor a worker: `--role=front`.
+
+REPORT_S = 1.0
+
+
+@dataclass(frozen=True)
+class FrontProcess:
+    """The service that clients see, and its link to the router."""
+
+    service: LocalService
+    client: ControlClient
+    reporter: PeriodicTask
+
+    def start(self) -> None:
+        self.service.start()
+        self.client.start()
+        self.reporter.start()
+
+    def stop(self) -> None:
+        self.reporter.stop()
+        self.client.stop()
+        self.service.stop()
+
+
+def build_front(deployment: Deployment, settings: Settings) -> FrontProcess:
+    """Nothing is joined yet. A router that will never take this process as it is ends the service."""
+    credentials, secret = channel_credentials(settings), read_secret(settings)
+    tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
+    node = FrontNode(f"front-{secrets.token_hex(3)}")
+    compat = tuple(name for name in settings.metrics_compat.split(",") if name)
+    metrics = Metrics(deployment.model_name, compat=compat)
+    service = LocalService(
+        Front(settings.router_grace_s),
+        {},
+        {},
+        model_name=deployment.model_name,
+        model_config=deployment.model,
+        fingerprint=deployment.identity.short,
+        max_model_len=deployment.max_model_len,
+        tokenizer=tokenizer,
+        sampling_defaults=read_defaults(deployment.model_folder).sampling,
+        observers=(metrics.observe,),
+        metrics=metrics,
+        remote=node,
+        able=lambda: node.able,
+    )
+    node.driver = service.driver
+    identity, heartbeat = identity_of(deployment, settings), heartbeat_of(settings)
+    client = ControlClient(
+        settings.router,
+        secret,
+        identity,
+        node,
+        heartbeat,
+        credentials,
+        retry_s=heartbeat.interval_s,
+        refused=service.end,
+        locate=locate_of(settings),
+    )
+    return FrontProcess(service, client, PeriodicTask(REPORT_S, node.report))

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
-from jdisagg.engine.draft_layers import ROWS, WIPED, DraftLayers
-from jdisagg.engine.drafting import LATE, DraftPrograms, history_length
 from jdisagg.engine.draw_declarations import Drawn
 from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, SamplingMetadata
+from jdisagg.engine.spec.draft_layers import ROWS, WIPED, DraftLayers
+from jdisagg.engine.spec.drafting import LATE, DraftPrograms, history_length
 from jdisagg.kv.pools import abstract_pool
 from jdisagg.parallel.submesh import Program
 

@@ -23,8 +23,7 @@ from typing import Any
 from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerDead, PeerMismatch, TransferTimeout
 from jdisagg.kv.transport.listener import split_address
 from jdisagg.policy.roll_call import Card, read_card, refusal, unfilled
-from jdisagg.serve.group.frames import FrameSocket
-from jdisagg.serve.group.stream import GroupStream
+from jdisagg.serve.cluster.group.stream import FrameSocket, GroupStream
 
 log = logging.getLogger("jdisagg.group")
 

@@ -30,14 +30,8 @@ from jdisagg.core.steps import Admission, KVTransfer
 from jdisagg.core.worker_config import DRAFT_READS, DRAFT_READS_LATELY, WorkerConfig
 from jdisagg.engine.decode import POSITION, TOKEN
 from jdisagg.engine.layer_group import Chunks, LayerGroup, running
-from jdisagg.engine.prefill import Packed
-from jdisagg.engine.sampling import (
-    TEMPERATURE,
-    SamplingMetadata,
-    pick,
-    pick_greedy,
-)
-from jdisagg.engine.unread_chunks import unread_chunks
+from jdisagg.engine.prefill import Packed, unread_chunks
+from jdisagg.engine.sampling import TEMPERATURE, SamplingMetadata, pick, pick_greedy
 from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.kv.shipping import HeadSlices, insert_shard
 from jdisagg.model.draft_head import HeadModel

@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
-from jdisagg.core.codec import decode_as, encode
+from jdisagg.core.codec import decode_as, encode, shown
 from jdisagg.core.errors import BadTicket, ConfigError, DecodeError, PeerMismatch, SenselessWord, TransportError
 from jdisagg.core.events import KVArrived
 from jdisagg.core.layout.kv_layout import NULL_PAGE
 from jdisagg.core.layout.reshard import Holders, StageShape, plan_heads, senders, shards_held
 from jdisagg.core.protocol import MOST_LAYERS, check_transfer
-from jdisagg.core.request import Attempt, WorkerId
+from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
@@ -33,7 +34,67 @@ from jdisagg.kv.transport.choose import Capability, choose, open_transport, read
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.ticket import Ticket, TransferId, Transport, read_ticket
 from jdisagg.parallel.submesh import Device
-from jdisagg.serve.cluster.tickets import Tickets
+from jdisagg.serve.driver.kv_moves import Lent
+
+# What this process has offered and is not known to be over, so that whoever ends a handoff ends its offers as
+# well.
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    ticket: Ticket
+    destination: WorkerId
+    until_s: float  # then the offer ends by itself
+
+
+class Tickets:
+    """By attempt. Any thread may call; to end what is over already changes nothing."""
+
+    def __init__(self, cancel: Callable[[Ticket], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._cancel, self._clock = cancel, clock
+        self._lock = threading.Lock()
+        self._given: dict[Attempt, list[_Given]] = {}
+
+    def add(self, ticket: Ticket, destination: WorkerId, until_s: float) -> None:
+        with self._lock:
+            self._forget_old()
+            key = Attempt(RequestId(ticket.transfer.handoff), ticket.transfer.epoch)
+            self._given.setdefault(key, []).append(_Given(ticket, destination, until_s))
+
+    def end(self, attempt: Attempt) -> None:
+        with self._lock:
+            given = self._given.pop(attempt, [])
+        self._cancel_all(given)
+
+    def end_for(self, destination: WorkerId) -> None:
+        """The destination has gone: it pulls nothing any more, and will not say that it has pulled."""
+        with self._lock:
+            given = [each for rows in self._given.values() for each in rows if each.destination == destination]
+        self._cancel_all(given)
+
+    def end_all(self) -> None:
+        with self._lock:
+            given = [each for rows in self._given.values() for each in rows]
+            self._given.clear()
+        self._cancel_all(given)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return sum(len(rows) for rows in self._given.values())
+
+    def _cancel_all(self, given: list[_Given]) -> None:
+        for each in given:
+            self._cancel(each.ticket)
+
+    def _forget_old(self) -> None:
+        """Handoffs in the order of their first offer: those before the first that may still be open have ended."""
+        now_s = self._clock()
+        while self._given:
+            first = next(iter(self._given))
+            if self._given[first][-1].until_s >= now_s:
+                return
+            del self._given[first]
+
 
 log = logging.getLogger("jdisagg.cluster")
 
@@ -338,3 +399,55 @@ def _move_json(packed: PackedKV) -> list[Any]:
 
 def records(peers: Iterable[PeerRecord]) -> list[dict[str, Any]]:
     return [peer.to_json() for peer in peers]
+
+
+# Records of pages that workers of different processes lend each other: offered as KV is, announced, and pulled.
+#
+# The notice (who lends, which question it answers, the ticket) goes by the control link; whoever does not wait
+# for it any longer pulls nothing, and the offer ends by itself.
+
+LONGEST_FINGERPRINT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LentNotice:
+    """That records are offered to who asked for them."""
+
+    asked: Attempt
+    fingerprint: str
+    ticket: Ticket
+
+
+def offer_records(kv: RemoteKV, lent: Lent, peer: PeerRecord) -> dict[str, Any]:
+    """The notice of what is offered now. Raises TransportError."""
+    transfer = TransferId(f"{lent.asker} {lent.asked.request_id}", lent.asked.epoch, 0)
+    ticket = kv.offer(transfer, [jax.device_put(lent.records, _host())], peer)
+    return {"asked": encode(lent.asked), "fingerprint": lent.fingerprint, "ticket": ticket.to_json()}
+
+
+def read_lent(record: Any) -> LentNotice:
+    """Raises SenselessWord, BadTicket."""
+    try:
+        asked, fingerprint = decode_as(Attempt, record["asked"]), record["fingerprint"]
+        ticket = read_ticket(record["ticket"])
+    except (KeyError, TypeError, DecodeError) as error:
+        raise SenselessWord(f"a notice of pages that cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(fingerprint, str) or len(fingerprint) > LONGEST_FINGERPRINT:
+        raise SenselessWord(f"a notice of pages of {shown(fingerprint)}")
+    if [(each.dtype, len(each.shape)) for each in ticket.arrays] != [("uint8", 2)]:
+        raise BadTicket(f"a notice of pages offers {shown(str(ticket.arrays))}, records are one array of bytes")
+    return LentNotice(asked, fingerprint, ticket)
+
+
+def pull_records(kv: RemoteKV, notice: LentNotice, lender: WorkerId, asker: WorkerId) -> Lent:
+    """Blocks. Raises TransportError."""
+    (array,) = kv.pull_offer(notice.ticket, [_host()])
+    return Lent(lender, asker, notice.asked, np.asarray(array), notice.fingerprint)
+
+
+def _host() -> Device:
+    """Where records lie: the host's memory, as far as JAX knows it."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]
