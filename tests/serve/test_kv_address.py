@@ -35,7 +35,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
 
-@pytest.mark.parametrize("router", [REMOTE, "[fd00::5]:8100", "far:8100", "far6:8100", f"127.0.0.1:8100,{REMOTE}"])
+@pytest.mark.parametrize("router", [REMOTE, "[fd00::5]:8100", "far:8100", "far6:8100"])
 @pytest.mark.parametrize(
     ("listen", "advertise", "flag"),
     [
@@ -62,7 +62,29 @@ def test_an_address_of_this_host_alone_is_refused_with_a_remote_router(router, l
     given = re.escape(advertise if flag == "kv_advertise" else listen)
     with pytest.raises(ConfigError, match=rf"^--{flag}={given} cannot .* set --kv_listen=ADDRESS:0 ") as raised:
         check_kv_address(settings)
-    assert router.rpartition(",")[2] in str(raised.value) and "\n" not in str(raised.value)
+    assert f"--router={router} is on another" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("service", "shown"),
+    [
+        ("redis://user:secret@10.0.0.5:6379/0", "redis://10.0.0.5:6379"),
+        ("rediss://far:6379", "rediss://far:6379"),
+        ("etcd://127.0.0.1:2379,10.0.0.5:2379", "etcd://127.0.0.1:2379,10.0.0.5:2379"),
+        ("etcd://[fd00::5]:2379/name", "etcd://[fd00::5]:2379"),
+        ("kubernetes:serving/jdisagg", "kubernetes:serving/jdisagg"),
+    ],
+)
+def test_an_address_of_this_host_alone_is_refused_with_a_remote_coordination_service(service: str, shown: str):
+    with pytest.raises(ConfigError, match=r"^--kv_listen=127.0.0.1:0 cannot ") as raised:
+        check_kv_address(Settings(role="decode", coordination=service))
+    assert f"--coordination={shown} is on another" in str(raised.value) and "secret" not in str(raised.value)
+    check_kv_address(Settings(role="decode", coordination=service, kv_listen="10.0.0.6:0"))
+
+
+def test_an_address_of_this_host_alone_suits_a_local_coordination_service():
+    check_kv_address(Settings(role="decode", coordination="redis://127.0.0.1:6379/0"))
+    check_kv_address(Settings(role="decode", coordination="etcd://localhost:2379"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import grpc.aio
 import uvicorn
@@ -87,7 +88,7 @@ def check_kv_address(settings: Settings) -> None:
     A router whose name does not resolve yet is taken for a local one. A name given as `kv_advertise` is resolved by the
     peers, so that it may be this host's own name, which resolves to a loopback address here.
     """
-    remote = [each for each in settings.router.split(",") if each and is_remote(split_address(each)[0])]
+    remote = remote_router(settings)
     if not remote:
         return
     listens, told = split_address(settings.kv_listen)[0], settings.kv_advertise
@@ -96,9 +97,23 @@ def check_kv_address(settings: Settings) -> None:
         return
     flag, given = ("kv_advertise", told) if told and not is_bound_here else ("kv_listen", settings.kv_listen)
     raise ConfigError(
-        f"--{flag}={given} cannot be reached from other hosts, and --router={remote[0]} is on another one; "
+        f"--{flag}={given} cannot be reached from other hosts, and {remote} is on another one; "
         "set --kv_listen=ADDRESS:0 with this host's address, or --kv_listen=0.0.0.0:0 --kv_advertise=ADDRESS"
     )
+
+
+def remote_router(settings: Settings) -> str:
+    """Returns the flag that names a router or a coordination service on another host; "" if none does.
+
+    Routers of one coordination service may be anywhere, so a service on another host counts as such a router.
+    """
+    if settings.router:
+        return f"--router={settings.router}" if is_remote(split_address(settings.router)[0]) else ""
+    scheme, _, rest = settings.coordination.partition("://")
+    hosts = rest.partition("/")[0].rpartition("@")[2].split(",") if rest else []
+    if scheme.startswith("kubernetes") or any(is_remote(urlsplit(f"//{each}").hostname or "") for each in hosts):
+        return f"--coordination={scheme}" + (f"://{','.join(hosts)}" if hosts else "")
+    return ""
 
 
 def is_remote(host: str) -> bool:
