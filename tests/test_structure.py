@@ -15,7 +15,7 @@ from tests.structure import ROOT, allowed, found_now, glossary_nouns, is_bad_doc
 RULES = {
     "over_line_budget": "a package has more lines than its budget in tests/structure.py",
     "over_file_budget": "there are more files than MAX_FILES in tests/structure.py",
-    "single_importers": "one module alone imports this one: fold it into that one, or give a reason in tests/structure.py",
+    "single_importers": "one module alone imports this one: fold it there, or give a reason in tests/structure.py",
     "crowded_siblings": "more than four classes of policy hold this mutable one",
     "misnamed_classes": "the class name ends in no noun of docs/glossary.md",
     "repeated_classes": "two classes have this name",
