@@ -1,5 +1,6 @@
 """Pages are as they are made, lead where they say, and name what there is."""
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -21,6 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PATHS = re.compile(r"`((?:jdisagg|pallas_kernels|launch|configs|tests|benchmarks|docs)/[\w./]*)`")
 OURS = [(page, command) for page in pages() for command in commands(page.read_text(encoding="utf-8"))]
 RUNNABLE = {"jdisagg calc", "jdisagg plan", "tests.explore"}
+FUNCTIONS = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 PRIVATE = ("/work/", "issue 12", "brief")
 
 
@@ -57,6 +59,33 @@ def test_every_path_a_page_names_is_there(page: Path):
     text = page.read_text(encoding="utf-8")
     assert not [path for path in PATHS.findall(text) if not (ROOT / path).exists()]
     assert not [word for word in PRIVATE if word in text]
+
+
+def is_defined(path: Path, name: str) -> bool:
+    """Returns True if the file defines that function or class, "Class.method" for a method."""
+    scope: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
+    for part in name.split("."):
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        found = next((node for node in scope if isinstance(node, kinds) and node.name == part), None)
+        if found is None:
+            return False
+        scope = found.body
+    return True
+
+
+def test_every_function_that_a_page_names_is_defined():
+    named = [(page, *each) for page in pages() for each in FUNCTIONS.findall(page.read_text(encoding="utf-8"))]
+    assert len(named) > 20, "docs/architecture.md names the functions on the way of a request"
+    missing = [
+        f"{page.name}: {file}:{name}" for page, file, name in named if not is_defined(ROOT / "jdisagg" / file, name)
+    ]
+    assert not missing
+
+
+def test_a_function_that_is_not_there_is_noticed():
+    router = ROOT / "jdisagg" / "policy" / "router" / "router.py"
+    assert is_defined(router, "Router.handle")
+    assert not is_defined(router, "Router.handel") and not is_defined(router.with_name("none.py"), "Router")
 
 
 def test_every_page_of_docs_is_in_the_navigation():
