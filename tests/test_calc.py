@@ -8,13 +8,27 @@ from jdisagg.commands import calc
 from jdisagg.model.checkpoint import read_model
 from jdisagg.named_models import EMBEDDED_FOLDER
 from jdisagg.sim.arithmetic import model
-from jdisagg.sim.hardware import hardware
 
 
 def test_a_long_prompts_kv_is_told_in_both_units(capsys: pytest.CaptureFixture[str]):
     assert calc.main(["calc", "--model=llama3-70b", "--tokens=131072"]) == 0
     printed = capsys.readouterr().out
     assert "42.95 GB = 40 GiB" in printed and "(GQA)" in printed and "one way" in printed
+
+
+def test_only_what_no_other_command_prints_is_printed(capsys: pytest.CaptureFixture[str]):
+    assert calc.main(["calc", "--model=llama3-70b", "--tokens=32768"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "of prefill on 8 x h100" in printed and "on links of at least 10.82 GB/s (86.6 Gbit/s), one way" in printed
+    assert not [word for word in ("slots", "a step", "-token pages", " weights", "tokens/s") if word in printed]
+
+
+def test_a_model_with_experts_names_the_weights_that_act_on_a_token(capsys: pytest.CaptureFixture[str]):
+    assert calc.main(["calc", "--model=deepseek-v3", "--tokens=64"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        " weights act on a token: 8 of 256 experts a layer" in printed and "a step of 1, 8, 64, 512 tokens" in printed
+    )
 
 
 def test_a_folder_gives_the_numbers_of_its_name(capsys: pytest.CaptureFixture[str]):
@@ -52,7 +66,7 @@ def test_a_wrong_flag_costs_one_line(flag: str, words: str, capsys: pytest.Captu
 def test_help_shows_the_law_and_every_flag(capsys: pytest.CaptureFixture[str]):
     assert calc.main(["calc", "-h"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("The calculator") and "--tokens=8192" in printed and "--hardware=h100" in printed
+    assert printed.startswith("Computes how large") and "--tokens=8192" in printed and "--hardware=h100" in printed
 
 
 @pytest.mark.parametrize(("duration_s", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-6, "4 us")])
@@ -62,21 +76,11 @@ def test_a_duration_is_told_in_its_own_unit(duration_s: float, text: str):
 
 def test_a_draft_model_and_a_head_take_room_beside_the_model(capsys: pytest.CaptureFixture[str]):
     config, name = read_model(EMBEDDED_FOLDER), str(EMBEDDED_FOLDER)
-    draft, head = (calc.guesser(said, name, config, "bfloat16", 1) for said in ("draft", "eagle"))
+    draft, head = (calc.draft_size(said, name, config, "bfloat16", 1) for said in ("draft", "eagle"))
     small = read_model(EMBEDDED_FOLDER / "draft")
     norms = draft.weight_bytes - 2 * small.num_params()
     assert 0 <= norms < 10 * small.hidden_size and draft.token_bytes == small.kv_bytes(1)
     assert head.token_bytes == config.kv_bytes(1) / config.num_layers and head.weight_bytes > 0
-    assert calc.guesser("ngram:3", name, config, "bfloat16", 1) == calc.NOTHING
+    assert calc.draft_size("ngram:3", name, config, "bfloat16", 1) == calc.NO_DRAFT
     assert calc.main(["calc", f"--model={name}", "--devices=1", "--speculative=eagle"]) == 0
     assert f"{calc.decimal(head.weight_bytes)} of weights in bf16, " in capsys.readouterr().out
-
-
-def test_slots_are_chosen_of_what_a_draft_model_leaves():
-    large, chip = model("llama3-70b"), hardware("h100")
-    plain, beside = (
-        calc.sizes_lines(large, 8192, "bfloat16", chip, 3, calc.Guesser(weight_bytes))
-        for weight_bytes in (0, 70 * 10**9)
-    )
-    assert plain[0].startswith("chosen unless said")
-    assert beside == ["3 x h100 hold no 8,192 tokens of KV beside weights in bf16"]

@@ -1,11 +1,12 @@
-"""The calculator: how large a KV cache is, how long it takes over each link, and from which link on shipping it pays.
+"""Computes how large a KV cache is, how long it takes over each link, and from which link on shipping it pays.
 
     python -m jdisagg calc --model=llama3-70b --tokens=131072 [--kv_dtype=bfloat16] [--hardware=h100 --devices=8]
 
-Sizes are printed in decimal and binary units, bandwidths are one way, and the attention kind (MHA, GQA, MLA) is named,
-since the answers of the three differ by factors. Of a model with experts it says what acts on a token, and what steps
-of more tokens read. Of a draft model or a head (`--speculative`), what it takes beside the model. `--model` is a name
-or a Hugging Face folder with its config.json; --hardware and --devices are of the prefill mesh.
+Sizes are in decimal and binary units, bandwidths are one way, and the attention kind (MHA, GQA, MLA) is named, since
+the answers of the three differ by factors. For a model with experts it prints how many weights act on a token, and how
+many a step of more tokens reads. For a draft model or a head (`--speculative`) it prints what that takes beside the
+model. `--model` is a name or a Hugging Face folder with its config.json. --hardware and --devices describe the prefill
+mesh. Memory of a device, floors of a step and sizes chosen by default are printed by `python -m jdisagg aot`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jdisagg import command, flags
-from jdisagg.core.default_sizes import decode_slots, page_size, step_tokens
-from jdisagg.core.hardware import CHIPS, Target
-from jdisagg.core.layout.kv_layout import SCALE_BYTES, KVLayout
+from jdisagg.core.layout.kv_layout import SCALE_BYTES
 from jdisagg.core.model_config import AS_MADE, ModelConfig
 from jdisagg.core.settings import Settings
-from jdisagg.devices import usable_bytes
 from jdisagg.model.checkpoint import read_model
 from jdisagg.model.draft_head import HeadConfig, head_bytes
 from jdisagg.model.gguf.file import is_gguf
@@ -52,51 +50,56 @@ def declare() -> flags.FlagValues:
 
 
 @dataclass(frozen=True, slots=True)
-class Guesser:
-    """What a draft model or a head takes of all devices of a worker: weights, and KV of a token."""
+class DraftSize:
+    """The weights of a draft model or a head on all devices of a worker, and its KV per token, in bytes."""
 
     weight_bytes: int = 0
     token_bytes: float = 0.0
 
 
-NOTHING = Guesser()
+NO_DRAFT = DraftSize()
 
 
-def guesser(said: str, name: str, config: ModelConfig, dtype: str, devices: int) -> Guesser:
-    """Of --speculative, for a model of that name; none where nothing or n-grams guess. Raises FlagError, ConfigError,
-    CheckpointError."""
+def draft_size(speculative: str, name: str, config: ModelConfig, dtype: str, devices: int) -> DraftSize:
+    """Returns what --speculative adds to the model of that name; NO_DRAFT for `off` and n-grams.
+
+    Raises FlagError, ConfigError, CheckpointError.
+    """
     place = Path(located(Settings(model=name), Console(stderr=True)).model)
-    found, number = read_draft(said, place, config), number_bytes(dtype)
+    found, number = read_draft(speculative, place, config), number_bytes(dtype)
     if found is None:
-        return NOTHING
+        return NO_DRAFT
     draft = found[1]
     if isinstance(draft, HeadConfig):
-        return Guesser(devices * head_bytes(draft, devices, "bfloat16"), draft.layer.kv_bytes(1, number))
+        return DraftSize(devices * head_bytes(draft, devices, "bfloat16"), draft.layer.kv_bytes(1, number))
     held = shard_bytes(draft, range(draft.num_layers), devices, "bfloat16", AS_MADE)
-    return Guesser(devices * held, draft.kv_bytes(1, max(number, 2)))  # a draft's pages stay floats
+    return DraftSize(devices * held, draft.kv_bytes(1, max(number, 2)))  # a draft model's pages stay floats
 
 
-def guesser_lines(said: str, found: Guesser) -> list[str]:
-    if not found.weight_bytes:
+def draft_lines(speculative: str, size: DraftSize) -> list[str]:
+    """Returns the line on a draft model or a head; nothing for NO_DRAFT."""
+    if not size.weight_bytes:
         return []
-    weights, token = decimal(found.weight_bytes), decimal(found.token_bytes)
-    return [f"--speculative={said}: up to {weights} of weights in bf16, {token} of KV a token, beside the model's"]
+    weights, token = decimal(size.weight_bytes), decimal(size.token_bytes)
+    return [
+        f"--speculative={speculative}: up to {weights} of weights in bf16, {token} of KV a token, beside the model's"
+    ]
 
 
 def model_of(name: str) -> ModelConfig:
-    """The numbers of a model known by its name, or of a folder or GGUF file. Raises ConfigError, CheckpointError."""
+    """Returns the configuration of a named model, a folder or a GGUF file. Raises ConfigError, CheckpointError."""
     found = located(Settings(model=name), Console(stderr=True)).model
     place = Path(found)
     return replace(read_model(place), family=place.name) if is_gguf(place) else model_numbers.model_of(found)
 
 
 def decimal(size_bytes: float) -> str:
-    """As 42.95 GB."""
+    """Returns a size such as "42.95 GB"."""
     return _scaled(size_bytes, 1000.0, ("B", "KB", "MB", "GB", "TB", "PB"))
 
 
 def binary(size_bytes: float) -> str:
-    """As 40.00 GiB."""
+    """Returns a size such as "40 GiB"."""
     return _scaled(size_bytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
@@ -109,22 +112,22 @@ def _scaled(size: float, step: float, units: tuple[str, ...]) -> str:
 
 
 def seconds(duration_s: float) -> str:
-    """As 12.3 ms."""
+    """Returns a duration such as "12.3 ms"."""
     if duration_s >= 1:
         return f"{duration_s:.3g} s"
     return f"{duration_s * 1e3:.3g} ms" if duration_s >= 1e-3 else f"{duration_s * 1e6:.3g} us"
 
 
 def prefill_s(config: ModelConfig, tokens: int, chip: Hardware, devices: int) -> float:
-    """FLOPs over the share of the peak that large GEMMs and causal attention reach; half of all pairs are masked."""
+    """Returns the prefill time: FLOPs over the share of the peak that large GEMMs and causal attention reach."""
     linear = config.num_layers * config.linear_flops(tokens)
-    pairs = config.num_layers * config.attention_flops(tokens**2 / 2)
+    pairs = config.num_layers * config.attention_flops(tokens**2 / 2)  # half of all pairs are masked
     return (linear / chip.gemm + pairs / chip.prefill_attention) / (chip.flops * devices)
 
 
-def links_table(config: ModelConfig, size_bytes: float, prefill: float) -> Table:
-    """Seconds over every link, and their share of the prefill that could hide them."""
-    table = Table(title=f"{config.family}: {decimal(size_bytes)} of KV against {seconds(prefill)} of prefill")
+def links_table(title: str, size_bytes: float, prefill: float) -> Table:
+    """Returns the transfer time over every link, and its share of the prefill time that can hide it."""
+    table = Table(title=title)
     for name in ("link, one way", "nominal", "time", "measured", "time", "of prefill"):
         table.add_column(name, justify="left" if name == "link, one way" else "right")
     for link in LINKS:
@@ -141,65 +144,41 @@ def links_table(config: ModelConfig, size_bytes: float, prefill: float) -> Table
     return table
 
 
-STEPS = (1, 8, 64, 512)  # tokens of steps whose reads are told
+STEPS = (1, 8, 64, 512)  # tokens of the steps whose weight reads are printed
 
 
-def weights_lines(config: ModelConfig) -> list[str]:
-    """How many weights there are; of experts, how many act on a token and are read by a step."""
-    whole = f"{billions(config.num_params())} weights"
+def expert_lines(config: ModelConfig) -> list[str]:
+    """Returns how many weights act on a token and how many a step reads; nothing for a dense model."""
     if config.experts is None:
-        return [whole]
+        return []
     body = (config.num_layers * config.read_params(tokens) + config.head_params() for tokens in STEPS)
     return [
-        f"{whole}, {billions(config.num_active_params())} of them for a token: {config.experts.per_token} of"
-        f" {config.experts.number} experts a layer",
+        f"{billions(config.num_active_params())} of {billions(config.num_params())} weights act on a token:"
+        f" {config.experts.per_token} of {config.experts.number} experts a layer",
         f"a step of {', '.join(map(str, STEPS))} tokens is expected to read {', '.join(map(billions, body))}",
     ]
 
 
 def billions(weights: float) -> str:
-    """As 46.7 B."""
+    """Returns a number of weights such as "46.7 B"."""
     return f"{weights / 1e9:.3g} B"
 
 
-def sizes_lines(
-    config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int, beside: Guesser
-) -> list[str]:
-    """What a worker of so many shards chooses where nobody says; none for a chip without a data sheet."""
-    sheet, longest = CHIPS.get(chip.name), config.max_position or tokens
-    if sheet is None:
-        return []
-    memory = usable_bytes(Target(sheet, (1,) * sheet.dimensions))
-    left = Settings().hbm_fraction * memory * devices - 2 * config.num_params() - beside.weight_bytes
-    room = int(left / (config.kv_bytes(1, number_bytes(dtype)) + beside.token_bytes))
-    if room < longest:
-        return [f"{devices} x {chip.name} hold no {longest:,} tokens of KV beside weights in bf16"]
-    kv = KVLayout.of(config, 1, "bfloat16", sheet.platform == "tpu")
-    chosen = (
-        decode_slots(config, devices, 1, sheet.platform, sheet, room, longest),
-        step_tokens(config, devices, sheet.platform, sheet, memory),
-        page_size(sheet.platform, kv, devices, longest),
-    )
-    return [f"chosen unless said: {each.reason}" for each in chosen]
-
-
-def report(
-    config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int, beside: Guesser = NOTHING
-) -> list[str | Table]:
-    """Everything there is to print."""
+def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str | Table]:
+    """Returns the lines and the table to print for a prompt of `tokens` tokens."""
     scale_bytes = SCALE_BYTES / config.head_dim if dtype in ("int8", "fp8") else 0.0  # of a row of numbers
     size, a_token = (config.kv_bytes(count, number_bytes(dtype) + scale_bytes) for count in (tokens, 1))
     prefill = prefill_s(config, tokens, chip, devices)
     pays = least_disaggregation_bytes_per_s(size, prefill)
     reuse = least_reuse_bytes_per_s(config, tokens, chip.flops * devices, dtype)
+    title = f"{config.family}: {decimal(size)} of KV against {seconds(prefill)} of prefill on {devices} x {chip.name}"
     return [
-        *weights_lines(config),
-        *sizes_lines(config, tokens, dtype, chip, devices, beside),
+        *expert_lines(config),
         f"{config.family} ({config.attention_kind}), {dtype}: {decimal(a_token)} = {binary(a_token)} of KV a token",
         f"{tokens} tokens: {decimal(size)} = {binary(size)}",
-        f"prefill on {devices} x {chip.name}: {seconds(prefill)} ({tokens / prefill:,.0f} tokens/s)",
-        links_table(config, size, prefill),
-        f"a streamed handoff hides behind prefill from {decimal(pays)}/s ({pays * 8 / 1e9:,.1f} Gbit/s), one way",
+        links_table(title, size, prefill),
+        f"KV transfer is fully overlapped with prefill on links of at least {decimal(pays)}/s"
+        f" ({pays * 8 / 1e9:,.1f} Gbit/s), one way",
         f"fetching this KV beats computing it at peak FLOP/s from {decimal(reuse)}/s (Mooncake, eq. 2)",
     ]
 
@@ -207,15 +186,15 @@ def report(
 def run(values: flags.FlagValues) -> int:
     config = model_of(values.model)
     chip = hardware(values.hardware)
-    beside = guesser(values.speculative, values.model, config, values.kv_dtype, values.devices)
-    told = report(config, values.tokens, values.kv_dtype, chip, values.devices, beside)
-    for part in (*guesser_lines(values.speculative, beside), *told):
+    draft = draft_size(values.speculative, values.model, config, values.kv_dtype, values.devices)
+    lines = report(config, values.tokens, values.kv_dtype, chip, values.devices)
+    for part in (*draft_lines(values.speculative, draft), *lines):
         Console().print(part, highlight=False, soft_wrap=isinstance(part, str))
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on what was wrong."""
+    """Returns the exit code: 0, or 2 with one line on what was wrong."""
     return command.run("jdisagg calc", __doc__, declare(), argv, run)
 
 

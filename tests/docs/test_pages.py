@@ -1,10 +1,12 @@
 """Pages are as they are made, lead where they say, and name what there is."""
 
+import ast
 import importlib
 import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PATHS = re.compile(r"`((?:jdisagg|pallas_kernels|launch|configs|tests|benchmarks|docs)/[\w./]*)`")
 OURS = [(page, command) for page in pages() for command in commands(page.read_text(encoding="utf-8"))]
 RUNNABLE = {"jdisagg calc", "jdisagg plan", "tests.explore"}
+FUNCTIONS = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 PRIVATE = ("/work/", "issue 12", "brief")
 
 
@@ -57,6 +60,29 @@ def test_every_path_a_page_names_is_there(page: Path):
     text = page.read_text(encoding="utf-8")
     assert not [path for path in PATHS.findall(text) if not (ROOT / path).exists()]
     assert not [word for word in PRIVATE if word in text]
+
+
+def definitions(path: Path) -> Iterator[str]:
+    """Yields the functions and classes that a file defines, a method as "Class.method"."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+            yield from (f"{node.name}.{each.name}" for each in methods)
+
+
+def test_every_function_that_a_page_names_is_defined():
+    named = [(page, *each) for page in pages() for each in FUNCTIONS.findall(page.read_text(encoding="utf-8"))]
+    assert len(named) > 20, "docs/architecture.md names the functions on the way of a request"
+    defined = {file: {*definitions(ROOT / "jdisagg" / file)} for _, file, _ in named}
+    assert not [f"{page.name}: {file}:{name}" for page, file, name in named if name not in defined[file]]
+
+
+def test_a_function_that_is_not_there_is_noticed():
+    router = ROOT / "jdisagg" / "policy" / "router" / "router.py"
+    found = {*definitions(router)}
+    assert {"Router", "Router.handle"} <= found and "Router.handel" not in found
+    assert not [*definitions(router.with_name("none.py"))]
 
 
 def test_every_page_of_docs_is_in_the_navigation():
