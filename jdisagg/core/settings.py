@@ -374,6 +374,11 @@ def _check_servers(settings: Settings) -> None:
 
 
 def _check_group(settings: Settings) -> None:
+    if "," in settings.router:
+        raise ConfigError(
+            f"--router={settings.router} names several routers: leave it out, and give every process the same"
+            " --coordination=redis://HOST:PORT/0, etcd://HOST:PORT or kubernetes, which says the one that leads"
+        )
     if settings.group and _GROUP.fullmatch(settings.group) is None:
         raise ConfigError(f"--group is {settings.group!r}, must be up to 64 letters, digits, dots and dashes")
     if settings.group_rank < -1:

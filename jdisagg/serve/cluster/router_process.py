@@ -91,12 +91,7 @@ def roles_of(settings: Settings) -> frozenset[str]:
 
 
 def check_coordination(settings: Settings, roles: frozenset[str]) -> None:
-    """Raises ConfigError where the router cannot be found by --router or --coordination, or is named twice."""
-    if "," in settings.router:
-        raise ConfigError(
-            f"--router={settings.router} names several routers: leave it out, and give every process the same"
-            " --coordination=redis://HOST:PORT/0, etcd://HOST:PORT or kubernetes, which says the one that leads"
-        )
+    """Raises ConfigError where the router cannot be found, or --router and --coordination both name it."""
     if settings.coordination and settings.router:
         given = f"--router={settings.router} and --coordination={settings.coordination}"
         raise ConfigError(f"{given} both say where the router is: give one of them")

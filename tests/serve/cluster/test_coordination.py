@@ -290,7 +290,9 @@ ETCD = "etcd://127.0.0.1:2379"
 )
 def test_processes_that_could_not_find_the_router_are_refused_in_one_line(given: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says) as raised:
-        roles_of(Settings(**given))
+        settings = Settings(**given)
+        settings.check()
+        roles_of(settings)
     assert "\n" not in str(raised.value)
 
 

@@ -1,1 +1,0 @@
-"""A worker that spans processes: its leader, its members, and the ordered stream between them."""

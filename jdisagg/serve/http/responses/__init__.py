@@ -1,1 +1,0 @@
-"""OpenAI's Responses API, stateless: items in, items out, each answer by itself."""

@@ -1,1 +1,0 @@
-"""Tools: what an answer says, thinks and calls, told apart."""
