@@ -57,15 +57,15 @@ from jdisagg.sim.cluster_spec import (
     with_tiers,
 )
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
-from jdisagg.sim.failing import FailingCluster, Failures, drawn_losses, failing, losses_told
+from jdisagg.sim.failing import FailingCluster, Failures, describe_losses, drawn_losses, failing
 from jdisagg.sim.hardware import model_of
 from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.measured import check_fits, cluster_spec_of
 from jdisagg.sim.outcome import SLO, Point, trust, write_csv
-from jdisagg.sim.scaled import FlipCosts, ScaledCluster, flips_of, scaled, scaling_told
+from jdisagg.sim.scaled import FlipCosts, ScaledCluster, describe_scaling, flips_of, scaled
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.simulation import SpanLog
-from jdisagg.sim.summary import Run, curve, latencies, verdict, write_json
+from jdisagg.sim.summary import Run, curve, latencies, summary_lines, write_json
 from jdisagg.sim.tiers import TierSpec, rates_said, tier_speeds
 from jdisagg.sim.traces import Trace, closed_loop
 from jdisagg.sim.traces.workloads import by_rates, cut, drawn, read_workload
@@ -277,9 +277,9 @@ def simulate(values: flags.FlagValues, rate: float) -> Run:
     cluster.check_all_ended()
     run = Run(outcome, took_s, rate or trace.rate_rps, log)
     if isinstance(cluster, FailingCluster):
-        return replace(run, changes=losses_told(cluster))
+        return replace(run, changes=describe_losses(cluster))
     if isinstance(cluster, ScaledCluster):
-        return replace(run, changes=scaling_told(cluster), flips=flips_of(cluster))
+        return replace(run, changes=describe_scaling(cluster), flips=flips_of(cluster))
     return run
 
 
@@ -336,7 +336,7 @@ def run(values: flags.FlagValues) -> int:
     told, points = sweep(values, slo, devices)
     console = Console()
     console.print(latencies(told.outcome), highlight=False)
-    for line in verdict(told, slo, devices):
+    for line in summary_lines(told, slo, devices):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(trust(checked_of(values)), highlight=False, soft_wrap=True)
     if len(points) > 1:
