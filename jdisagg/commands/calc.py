@@ -1,11 +1,12 @@
-"""The calculator: how large a KV cache is, how long it takes over each link, and from which link on shipping it pays.
+"""Computes KV cache sizes, their transfer time over each link, and the link speed from which disaggregation pays.
 
     python -m jdisagg calc --model=llama3-70b --tokens=131072 [--kv_dtype=bfloat16] [--hardware=h100 --devices=8]
 
-Sizes are printed in decimal and binary units, bandwidths are one way, and the attention kind (MHA, GQA, MLA) is named,
-since the answers of the three differ by factors. Of a model with experts it says what acts on a token, and what steps
-of more tokens read. Of a draft model or a head (`--speculative`), what it takes beside the model. `--model` is a name
-or a Hugging Face folder with its config.json; --hardware and --devices are of the prefill mesh.
+Sizes are printed in decimal and binary units, bandwidths are one way, and the attention kind (MHA, GQA, MLA) is
+named, since the results of the three differ by factors. For a model with experts it also prints the weights that are
+active for a token, and those that larger steps read. For a draft model or a head (`--speculative`) it prints what
+that takes in addition. `--model` is a name or a Hugging Face folder with its config.json; --hardware and --devices
+are those of the prefill mesh.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def declare() -> flags.FlagValues:
 
 @dataclass(frozen=True, slots=True)
 class Guesser:
-    """What a draft model or a head takes of all devices of a worker: weights, and KV of a token."""
+    """The memory of a draft model or a head on all devices of a worker: weights, and KV per token."""
 
     weight_bytes: int = 0
     token_bytes: float = 0.0
@@ -62,41 +63,47 @@ class Guesser:
 NOTHING = Guesser()
 
 
-def guesser(said: str, name: str, config: ModelConfig, dtype: str, devices: int) -> Guesser:
-    """Of --speculative, for a model of that name; none where nothing or n-grams guess. Raises FlagError, ConfigError,
-    CheckpointError."""
-    place = Path(located(Settings(model=name), Console(stderr=True)).model)
-    found, number = read_draft(said, place, config), number_bytes(dtype)
-    if found is None:
+def guesser(speculative: str, name: str, config: ModelConfig, dtype: str, devices: int) -> Guesser:
+    """Returns the memory of --speculative for a model; zero if it is off or n-grams.
+
+    Raises FlagError, ConfigError or CheckpointError.
+    """
+    folder = Path(located(Settings(model=name), Console(stderr=True)).model)
+    draft_found, number = read_draft(speculative, folder, config), number_bytes(dtype)
+    if draft_found is None:
         return NOTHING
-    draft = found[1]
+    draft = draft_found[1]
     if isinstance(draft, HeadConfig):
         return Guesser(devices * head_bytes(draft, devices, "bfloat16"), draft.layer.kv_bytes(1, number))
-    held = shard_bytes(draft, range(draft.num_layers), devices, "bfloat16", AS_MADE)
-    return Guesser(devices * held, draft.kv_bytes(1, max(number, 2)))  # a draft's pages stay floats
+    shard_weights = shard_bytes(draft, range(draft.num_layers), devices, "bfloat16", AS_MADE)
+    return Guesser(devices * shard_weights, draft.kv_bytes(1, max(number, 2)))  # a draft's pages are not quantised
 
 
-def guesser_lines(said: str, found: Guesser) -> list[str]:
-    if not found.weight_bytes:
+def guesser_lines(speculative: str, draft_memory: Guesser) -> list[str]:
+    if not draft_memory.weight_bytes:
         return []
-    weights, token = decimal(found.weight_bytes), decimal(found.token_bytes)
-    return [f"--speculative={said}: up to {weights} of weights in bf16, {token} of KV a token, beside the model's"]
+    weights, token = decimal(draft_memory.weight_bytes), decimal(draft_memory.token_bytes)
+    return [
+        f"--speculative={speculative}: up to {weights} of weights in bf16, {token} of KV a token, beside the model's"
+    ]
 
 
 def model_of(name: str) -> ModelConfig:
-    """The numbers of a model known by its name, or of a folder or GGUF file. Raises ConfigError, CheckpointError."""
+    """Returns the configuration of a model given by name, folder or GGUF file. Raises ConfigError or
+    CheckpointError.
+    """
     found = located(Settings(model=name), Console(stderr=True)).model
-    place = Path(found)
-    return replace(read_model(place), family=place.name) if is_gguf(place) else model_numbers.model_of(found)
+    path = Path(found)
+    return replace(read_model(path), family=path.name) if is_gguf(path) else model_numbers.model_of(found)
 
 
 def decimal(size_bytes: float) -> str:
-    """As 42.95 GB."""
+    """Formats bytes in decimal units, as 42.95 GB."""
     return _scaled(size_bytes, 1000.0, ("B", "KB", "MB", "GB", "TB", "PB"))
 
 
 def binary(size_bytes: float) -> str:
-    """As 40.00 GiB."""
+    """Formats bytes in binary units, as 40.00 GiB."""
     return _scaled(size_bytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
@@ -109,21 +116,21 @@ def _scaled(size: float, step: float, units: tuple[str, ...]) -> str:
 
 
 def seconds(duration_s: float) -> str:
-    """As 12.3 ms."""
+    """Formats seconds, as 12.3 ms."""
     if duration_s >= 1:
         return f"{duration_s:.3g} s"
     return f"{duration_s * 1e3:.3g} ms" if duration_s >= 1e-3 else f"{duration_s * 1e6:.3g} us"
 
 
 def prefill_s(config: ModelConfig, tokens: int, chip: Hardware, devices: int) -> float:
-    """FLOPs over the share of the peak that large GEMMs and causal attention reach; half of all pairs are masked."""
+    """Returns FLOPs over the peak share that large GEMMs and causal attention reach; half of all pairs are masked."""
     linear = config.num_layers * config.linear_flops(tokens)
     pairs = config.num_layers * config.attention_flops(tokens**2 / 2)
     return (linear / chip.gemm + pairs / chip.prefill_attention) / (chip.flops * devices)
 
 
 def links_table(config: ModelConfig, size_bytes: float, prefill: float) -> Table:
-    """Seconds over every link, and their share of the prefill that could hide them."""
+    """Returns the transfer seconds over every link, and their share of the prefill that could hide them."""
     table = Table(title=f"{config.family}: {decimal(size_bytes)} of KV against {seconds(prefill)} of prefill")
     for name in ("link, one way", "nominal", "time", "measured", "time", "of prefill"):
         table.add_column(name, justify="left" if name == "link, one way" else "right")
@@ -141,37 +148,37 @@ def links_table(config: ModelConfig, size_bytes: float, prefill: float) -> Table
     return table
 
 
-STEPS = (1, 8, 64, 512)  # tokens of steps whose reads are told
+STEPS = (1, 8, 64, 512)  # step sizes in tokens whose weight reads are printed
 
 
 def weights_lines(config: ModelConfig) -> list[str]:
-    """How many weights there are; of experts, how many act on a token and are read by a step."""
-    whole = f"{billions(config.num_params())} weights"
+    """Returns lines on the number of weights; with experts also on those active for a token and read by a step."""
+    all_weights = f"{billions(config.num_params())} weights"
     if config.experts is None:
-        return [whole]
+        return [all_weights]
     body = (config.num_layers * config.read_params(tokens) + config.head_params() for tokens in STEPS)
     return [
-        f"{whole}, {billions(config.num_active_params())} of them for a token: {config.experts.per_token} of"
+        f"{all_weights}, {billions(config.num_active_params())} of them for a token: {config.experts.per_token} of"
         f" {config.experts.number} experts a layer",
         f"a step of {', '.join(map(str, STEPS))} tokens is expected to read {', '.join(map(billions, body))}",
     ]
 
 
 def billions(weights: float) -> str:
-    """As 46.7 B."""
+    """Formats a number of weights, as 46.7 B."""
     return f"{weights / 1e9:.3g} B"
 
 
 def sizes_lines(
     config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int, beside: Guesser
 ) -> list[str]:
-    """What a worker of so many shards chooses where nobody says; none for a chip without a data sheet."""
+    """Returns the default sizes of a worker with `devices` shards; none for a chip without a data sheet."""
     sheet, longest = CHIPS.get(chip.name), config.max_position or tokens
     if sheet is None:
         return []
     memory = usable_bytes(Target(sheet, (1,) * sheet.dimensions))
-    left = Settings().hbm_fraction * memory * devices - 2 * config.num_params() - beside.weight_bytes
-    room = int(left / (config.kv_bytes(1, number_bytes(dtype)) + beside.token_bytes))
+    free_bytes = Settings().hbm_fraction * memory * devices - 2 * config.num_params() - beside.weight_bytes
+    room = int(free_bytes / (config.kv_bytes(1, number_bytes(dtype)) + beside.token_bytes))
     if room < longest:
         return [f"{devices} x {chip.name} hold no {longest:,} tokens of KV beside weights in bf16"]
     kv = KVLayout.of(config, 1, "bfloat16", sheet.platform == "tpu")
@@ -186,8 +193,8 @@ def sizes_lines(
 def report(
     config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int, beside: Guesser = NOTHING
 ) -> list[str | Table]:
-    """Everything there is to print."""
-    scale_bytes = SCALE_BYTES / config.head_dim if dtype in ("int8", "fp8") else 0.0  # of a row of numbers
+    """Returns everything to print."""
+    scale_bytes = SCALE_BYTES / config.head_dim if dtype in ("int8", "fp8") else 0.0  # per head of one token
     size, a_token = (config.kv_bytes(count, number_bytes(dtype) + scale_bytes) for count in (tokens, 1))
     prefill = prefill_s(config, tokens, chip, devices)
     pays = least_disaggregation_bytes_per_s(size, prefill)
@@ -208,14 +215,14 @@ def run(values: flags.FlagValues) -> int:
     config = model_of(values.model)
     chip = hardware(values.hardware)
     beside = guesser(values.speculative, values.model, config, values.kv_dtype, values.devices)
-    told = report(config, values.tokens, values.kv_dtype, chip, values.devices, beside)
-    for part in (*guesser_lines(values.speculative, beside), *told):
+    lines = report(config, values.tokens, values.kv_dtype, chip, values.devices, beside)
+    for part in (*guesser_lines(values.speculative, beside), *lines):
         Console().print(part, highlight=False, soft_wrap=isinstance(part, str))
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on what was wrong."""
+    """Runs the command. Returns 0, or 2 with one line on the error."""
     return command.run("jdisagg calc", __doc__, declare(), argv, run)
 
 
