@@ -1,6 +1,6 @@
 """The flags that several commands share: each is declared here once, or is a field of `Settings`.
 
-A command declares its flags by `own()`, `define` and, for those of its own, absl; `jdisagg/command.py` runs it.
+A command declares its flags by `own_flags()`, `define` and, for those of its own, absl; `jdisagg/command.py` runs it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def own() -> FlagValues:
 
 
 def define(values: FlagValues, choices: Mapping[str, Sequence[str]] | None = None, /, **defaults: Any) -> None:
-    """Declares flags of `WORDS` with this command's defaults, and with its choices if it has others."""
+    """Declares flags of `FLAG_DECLARATIONS` with this command's defaults, and with its choices if it has others."""
     for name, default in defaults.items():
         declaration = WORDS[name]
         least = declaration.least if declaration.least is None or default is None else min(declaration.least, default)

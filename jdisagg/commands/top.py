@@ -43,7 +43,7 @@ class Unanswered(JdisaggError):
 
 
 def fetch(url: str, api_key: str) -> Document:
-    """Returns the document of `GET /debug/cluster`. Raises Unanswered."""
+    """Returns the document of `GET /debug/cluster`. Raises NoAnswerError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     address = f"{url.rstrip('/')}/debug/cluster"
     try:

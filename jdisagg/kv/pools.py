@@ -1,7 +1,7 @@
 """KV page pools on the devices: head-major, sharded on heads; page 0 is the null page.
 
 All layers of a stage are consecutive in one pool: page p of its i-th layer is page i * (num_pages + 1) + p. The
-layers of a ring and of a draft model have a pool each, and so have layers that are kept apart (`PoolForm`). A
+layers of a ring and of a draft model have a pool each, and so have layers that are kept apart (`PagePoolLayout`). A
 quantised pool is a `QuantizedPages`.
 """
 

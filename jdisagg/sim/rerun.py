@@ -1,7 +1,7 @@
 """Replays a serving run's journal in the simulator, which must make the same decisions, event for event.
 
 `measure` takes from a journal only what its actors did not decide: external events, how long each step, KV part and
-message took, how late each timer was, and the sampled tokens. `Rerun` is the simulator's cluster with these
+message took, how late each timer was, and the sampled tokens. `RerunCluster` is the simulator's cluster with these
 durations: new actors, its own queue, and every event made from the effects of its own actors. Each actor must decide
 as in the serving run, in the same order, field by field: plans, pages, placements, messages, timers.
 

@@ -64,7 +64,7 @@ class FileInUse(ConfigError):
 
 
 class DiskStore:
-    """Implements `Store` by page numbers in one file. One process at a time may use the file."""
+    """Implements `PageStore` by page numbers in one file. One process at a time may use the file."""
 
     def __init__(self, path: Path, num_pages: int, record_bytes: int, fingerprint: str) -> None:
         """Opens or creates the file. Raises ConfigError if it holds something else, is in use, or has no room."""
@@ -198,7 +198,7 @@ def _read_all(file: int, record: np.ndarray, at: int) -> bool:
 
 
 class DramStore:
-    """Implements `Store` by page numbers in host memory. The digests in the records protect them."""
+    """Implements `PageStore` by page numbers in host memory. The digests in the records protect them."""
 
     def __init__(self, num_pages: int, record_bytes: int) -> None:
         self._records = np.zeros((num_pages, record_bytes), np.uint8)

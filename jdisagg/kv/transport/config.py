@@ -15,7 +15,7 @@ from jdisagg.kv.transport.connection import Clock
 
 # An emulated link: a token bucket that computes when bytes would have arrived over a slower network.
 #
-# `TokenBucket` computes on given times; a `Link` adds a clock and is shared by all pulls over it.
+# `TokenBucket` computes on given times; a `EmulatedLink` adds a clock and is shared by all pulls over it.
 
 
 @dataclass(slots=True)

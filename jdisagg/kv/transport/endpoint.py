@@ -1,4 +1,4 @@
-"""The endpoint that all transports between processes share. A `Backend` moves the bytes.
+"""The endpoint that all transports between processes share. A `TransportBackend` moves the bytes.
 
 The source answers at its listener: PULL is answered once the arrays are computed, then the backend sends over the
 same connection; ACK, CANCEL and ASK are one round trip each. A pull that breaks off ends its offer, since the closed

@@ -90,7 +90,7 @@ class Arithmetic:
     def limits(self, candidate: Candidate) -> Limits:
         """Returns a candidate's limits.
 
-        Raises `Infeasible` with what is needed and what there is, or ConfigError if the candidate cannot be built.
+        Raises `InfeasibleError` with what is needed and what there is, or ConfigError if the candidate cannot be built.
         """
         given = self.problem.build(candidate)
         first, last = candidate.mesh.pools[0], candidate.mesh.pools[-1]
@@ -139,7 +139,7 @@ class Arithmetic:
 
 
 def _check_unloaded(objectives: Objectives, prefill: Prefill, decode: Decode) -> None:
-    """Raises `Infeasible` if one request alone misses an objective."""
+    """Raises `InfeasibleError` if one request alone misses an objective."""
     first_s = float(np.quantile(prefill.alone_s, objectives.share))
     if first_s > objectives.ttft_s:
         raise Infeasible(

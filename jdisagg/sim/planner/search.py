@@ -264,7 +264,7 @@ class Search:
         self._trials: dict[tuple[Candidate, Effort, int], dict[float, Trial]] = {}  # by rate
 
     def over(self, space: Space) -> Found:
-        """Searches the space. Raises `Infeasible` if no candidate can meet the objectives."""
+        """Searches the space. Raises `InfeasibleError` if no candidate can meet the objectives."""
         feasible = self.with_limits(space)
         leaders: list[Scored] = []
         for kind in Kind:

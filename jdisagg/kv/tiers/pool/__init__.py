@@ -1,1 +1,1 @@
-"""Backends of the shared pool: a `Store` by page names; each needs its own package."""
+"""Backends of the shared pool: a `PageStore` by page names; each needs its own package."""

@@ -38,7 +38,7 @@ OPTIONS = {"protocol": "tcp", "device_name": "", "local_hostname": ""}
 
 
 class MooncakePool:
-    """Implements `Store` by names. One batch runs at a time; a second one waits within its own timeout."""
+    """Implements `PageStore` by names. One batch runs at a time; a second one waits within its own timeout."""
 
     def __init__(
         self, master: str, fingerprint: str, *, timeout_s: float, enter: Sequence[str] = (), **how: str
@@ -92,7 +92,7 @@ class MooncakePool:
     def _each(
         self, what: str, keys: Sequence[str], record_bytes: int, before: Any = None, after: Any = None
     ) -> list[int]:
-        """Returns the client's code for each key. Raises PoolFailed if it does not answer in time."""
+        """Returns the client's code for each key. Raises PoolError if it does not answer in time."""
         until_s, codes = time.monotonic() + self._timeout_s, list[int]()
         if not self._batch_lock.acquire(timeout=self._timeout_s):
             raise PoolFailed(f"the pool: no turn for {what} within {self._timeout_s:g} s")
@@ -135,7 +135,7 @@ class MooncakePool:
 
 
 def _good_pages(what: str, codes: Sequence[int], good: list[bool]) -> Good:
-    """Returns which pages succeeded. Raises PoolFailed if none did for another reason than absence or a full pool."""
+    """Returns which pages succeeded. Raises PoolError if none did for another reason than absence or a full pool."""
     strange = sorted({code for code in codes if code < 0} - {*ABSENT, *FULL, *BROKEN})
     if strange and not any(good):
         raise PoolFailed(f"the pool: {what}: Mooncake says {', '.join(map(str, strange))}")

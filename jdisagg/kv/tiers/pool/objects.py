@@ -22,7 +22,7 @@ THREADS = 8
 
 
 class ObjectPool:
-    """Implements `Store` by names in an object store."""
+    """Implements `PageStore` by names in an object store."""
 
     def __init__(self, store: Any, fingerprint: str) -> None:
         self._store, self._fingerprint = store, fingerprint

@@ -21,7 +21,7 @@ BATCH_BYTES = 8 << 20  # per pipeline, so that its replies never fill the memory
 
 
 class RedisPool:
-    """Implements `Store` by names in Redis."""
+    """Implements `PageStore` by names in Redis."""
 
     def __init__(self, url: str, fingerprint: str, *, ttl_s: float, timeout_s: float) -> None:
         """Sets the client up; it connects at its first request, so the pool may start later."""
@@ -57,7 +57,7 @@ class RedisPool:
         return tuple(good)
 
     def _ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Returns the replies in order; a command that the server refuses (full) gives its error. Raises PoolFailed."""
+        """Returns the replies in order; a command that the server refuses (full) gives its error. Raises PoolError."""
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
