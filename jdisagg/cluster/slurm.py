@@ -12,7 +12,7 @@ HEAD = """#!/usr/bin/env bash
 # {note}
 # A router and {workers} as one heterogeneous job: sbatch launch/slurm.sbatch
 # Flags of sbatch go on its command line (--partition, --account, --time). From the environment: JDISAGG_PYTHON, and
-# JDISAGG_SECRET_FILE, a file that every node reads (made where it is not there).
+# JDISAGG_SECRET_FILE, a file that every node reads (created if absent).
 #SBATCH --job-name={name}
 {components}
 set -euo pipefail
@@ -36,13 +36,13 @@ BODY = """
 pids=()
 stop() { kill -TERM "${pids[@]}" 2>/dev/null || true; }
 
-# start COMMAND...: beside the others
+# start COMMAND...: runs it in the background
 start() {
   "$@" &
   pids+=($!)
 }
 
-# keep NAME SRUN_FLAGS... COMMAND...: runs a step, and again where it fails, until the job is told to go
+# keep NAME SRUN_FLAGS... COMMAND...: runs a step, and again if it fails, until the job is stopped
 keep() {
   local name=$1 step="" stopping="" code
   shift
@@ -57,7 +57,7 @@ keep() {
     done
     echo "$(date -u +%FT%TZ) $name ended with $code" >&2
     case $code in
-      0) break ;;                      # told to go, and left
+      0) break ;;                      # stopped on request
       2) kill -TERM $$; break ;;       # a mistake, which another start would only repeat
     esac
     [ -n "$stopping" ] || sleep "${JDISAGG_RESTART_S:-5}" &

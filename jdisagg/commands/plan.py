@@ -457,7 +457,7 @@ def variations_of(
         f"objectives x {factor:g}": replace(problem, objectives=problem.objectives.scaled(factor))
         for factor in (0.8, 1.25)
     }
-    if recommendation.disaggregate:
+    if recommendation.should_disaggregate:
         found["link / 2"] = replace(problem, build=builder.half_the_link().build)
     return found
 

@@ -40,7 +40,7 @@ class Record:
     arrival_s: float
     input_tokens: int
     output_tokens: int  # requested
-    told_tokens: int = 0
+    emitted_tokens: int = 0
     first_s: float = 0.0  # when the client got its first token
     last_s: float = 0.0
     end_s: float = 0.0
@@ -52,7 +52,7 @@ class Record:
     ledger: Ledger | None = None
 
     @property
-    def served(self) -> bool:
+    def is_served(self) -> bool:
         return self.reason in NATURAL
 
     @property
@@ -62,7 +62,7 @@ class Record:
     @property
     def tpot_s(self) -> float:
         """Returns the TPOT in seconds; 0 for a single token, which has no gap."""
-        return (self.last_s - self.first_s) / (self.told_tokens - 1) if self.told_tokens > 1 else 0.0
+        return (self.last_s - self.first_s) / (self.emitted_tokens - 1) if self.emitted_tokens > 1 else 0.0
 
     @property
     def latency_s(self) -> float:
@@ -70,7 +70,7 @@ class Record:
 
     def meets(self, ttft_s: float, tpot_s: float) -> bool:
         """Returns True if the request was served within both objectives."""
-        return self.served and self.ttft_s <= ttft_s and self.tpot_s <= tpot_s
+        return self.is_served and self.ttft_s <= ttft_s and self.tpot_s <= tpot_s
 
 
 METRICS: dict[str, Callable[[Record], float]] = {
@@ -106,7 +106,7 @@ class Outcome:
 
     @property
     def served(self) -> list[Record]:
-        return [record for record in self.records if record.served]
+        return [record for record in self.records if record.is_served]
 
     @property
     def cached_tokens(self) -> list[int]:
@@ -119,7 +119,7 @@ class Outcome:
 
     def values(self, metric: str) -> np.ndarray:
         """Returns the seconds of every served request, f64[N]; single tokens have no TPOT."""
-        chosen = [record for record in self.served if metric != "TPOT" or record.told_tokens > 1]
+        chosen = [record for record in self.served if metric != "TPOT" or record.emitted_tokens > 1]
         return np.array([METRICS[metric](record) for record in chosen])
 
     def parts_s(self) -> dict[str, float]:
@@ -143,7 +143,7 @@ def columns(outcome: Outcome) -> dict[str, list[Any]]:
         for name in ASKED:
             values_by_name[name].append(getattr(record, name))
         for name in DERIVED:
-            values_by_name[name].append(getattr(record, name) if record.served else None)
+            values_by_name[name].append(getattr(record, name) if record.is_served else None)
         ledger = record.ledger or Ledger()
         for part, ns in ledger.parts_ns().items():
             values_by_name[f"{part}_s"].append(ns / 1e9)

@@ -386,7 +386,7 @@ def tiles(story: Story) -> str:
     """Returns the tiles with the main numbers."""
     outcome, slo = story.outcome, story.slo
     span_s = max(outcome.span_s, 1e-9)
-    tokens = sum(record.told_tokens for record in outcome.records)
+    tokens = sum(record.emitted_tokens for record in outcome.records)
     met = outcome.attainment(slo.ttft_s, slo.tpot_s)
     shown = {
         f"within TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s * 1e3:g} ms": f"{met:.1%}",
@@ -435,7 +435,7 @@ def slowest_rows(outcome: Outcome) -> Rows:
 def _row_of(record: Record) -> tuple[str, ...]:
     assert record.ledger is not None, "whoever was served has a ledger"
     parts = (f"{ns / 1e6:,.1f}" for ns in record.ledger.parts_ns().values())
-    sizes = (f"{record.arrival_s:,.2f}", f"{record.input_tokens:,}", f"{record.told_tokens:,}")
+    sizes = (f"{record.arrival_s:,.2f}", f"{record.input_tokens:,}", f"{record.emitted_tokens:,}")
     return (record.request_id, *sizes, f"{record.ttft_s * 1e3:,.1f}", *parts)
 
 

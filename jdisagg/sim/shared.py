@@ -53,7 +53,7 @@ class Job:
     end_s: float = 0.0  # of the current part, if nothing changes
 
     @property
-    def ended(self) -> bool:
+    def is_ended(self) -> bool:
         return self.done == len(self.parts)
 
 
@@ -77,7 +77,7 @@ class SharedCores:
             if job.end_s <= now_s:
                 del self.running[stage]
                 job.done += 1
-                if not job.ended:
+                if not job.is_ended:
                     self._queue(job, at_head=job.parts[job.done][0] == stage)
                 job.on_progress(job)
         self._share(now_s)
@@ -98,7 +98,7 @@ class SharedCores:
     def _share(self, now_s: float) -> None:
         self._pass(now_s)
         for stage, queue in self._queues.items():
-            if queue and stage not in self.running and (queue[0].after is None or queue[0].after.ended):
+            if queue and stage not in self.running and (queue[0].after is None or queue[0].after.is_ended):
                 job = self.running[stage] = queue.popleft()
                 job.left_s, job.after = job.parts[job.done][1], None
                 job.began_s = now_s if job.done == 0 else job.began_s
@@ -158,9 +158,9 @@ class SharedCluster(Cluster):
             parts = [((actor, 0), seconds / len(ends)) for _ in ends]
 
         def on_progress(job: Job) -> None:
-            while unsent and (job.ended or last_layer(unsent[0]) <= ends[job.done - 1]):
+            while unsent and (job.is_ended or last_layer(unsent[0]) <= ends[job.done - 1]):
                 self._send_part(unsent.pop(0))
-            if job.ended:
+            if job.is_ended:
                 self._ended(actor, plan, job)
                 self._at(self.now_s, actor, self._stops.done(actor, plan))
 

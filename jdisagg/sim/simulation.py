@@ -201,9 +201,9 @@ class Requests:
     def emit(self, effect: EmitTokens, now_s: float) -> None:
         record = self.records[effect.request_id]
         assert not record.ends, f"{effect.request_id} got tokens after its end"
-        if not record.told_tokens:
+        if not record.emitted_tokens:
             record.first_s = now_s
-        record.told_tokens += len(effect.delta.sampled)
+        record.emitted_tokens += len(effect.delta.sampled)
         record.last_s = now_s
 
     def end(self, effect: Finish | Reject, now_s: float) -> None:

@@ -50,7 +50,7 @@ def summary_lines(run: Run, slo: SLO, devices: int) -> list[str]:
     outcome, took_s = run.outcome, run.took_s
     span_s, requests = max(outcome.span_s, 1e-9), len(outcome.records)
     tokens, attainment = (
-        sum(record.told_tokens for record in outcome.records),
+        sum(record.emitted_tokens for record in outcome.records),
         outcome.attainment(slo.ttft_s, slo.tpot_s),
     )
     busy = ", ".join(f"{name} {share:.0%}" for name, share in outcome.busy.items())
@@ -104,7 +104,7 @@ def figures(run: Run, slo: SLO, devices: int) -> dict[str, Any]:
         "span_s": outcome.span_s,
         "attainment": point.attainment,
         "good_rps_per_device": point.good_rps_per_device,
-        "output_tokens_per_s": sum(record.told_tokens for record in outcome.records) / span_s,
+        "output_tokens_per_s": sum(record.emitted_tokens for record in outcome.records) / span_s,
         "cached_tokens": sum(outcome.cached_tokens),
         "prefix_cache": {
             str(role): {"looked_up_tokens": each.looked_up, "found_tokens": each.found, "hit_rate": each.hit_rate}

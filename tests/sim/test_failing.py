@@ -55,7 +55,7 @@ def test_without_losses_it_is_the_cluster_that_loses_nobody():
 def test_who_is_lost_costs_time_and_no_request(worker):
     cluster, outcome = run([(10.0, worker)])
     assert cluster.lost == [(10.0, worker)] and worker in cluster.workers
-    assert len(outcome.served) == 60 and all(record.told_tokens == 120 for record in outcome.records)
+    assert len(outcome.served) == 60 and all(record.emitted_tokens == 120 for record in outcome.records)
     assert latency_s(outcome) > latency_s(run([])[1])
     assert "1 workers were lost (" in describe_losses(cluster)
 

@@ -44,17 +44,17 @@ class Workload:
     """
 
     lengths: Trace
-    recorded: bool = False  # recorded arrivals with scaled gaps; else Poisson
+    is_recorded: bool = False  # recorded arrivals with scaled gaps; else Poisson
 
     def __post_init__(self) -> None:
         if not len(self.lengths):
             raise ConfigError("a workload needs at least 1 request, this one has 0")
-        if self.recorded and not self.lengths.rate_rps:
+        if self.is_recorded and not self.lengths.rate_rps:
             raise ConfigError(f"{len(self.lengths)} requests over 0 s have no arrivals to keep: let them be drawn")
 
     def at(self, rate_rps: float, requests: int, seed: int) -> Trace:
         """Draws `requests` requests; a larger number begins with the same ones."""
-        if self.recorded:
+        if self.is_recorded:
             return self._replayed(rate_rps, requests, seed)
         return poisson(self.lengths.sample(requests, seed), rate_rps, seed)
 

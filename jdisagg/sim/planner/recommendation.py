@@ -55,7 +55,7 @@ class Recommendation:
 
     winner: Shortlisted
     runner_up: Shortlisted | None
-    disaggregate: bool
+    should_disaggregate: bool
     lines: tuple[str, ...]
 
 
@@ -209,7 +209,7 @@ class Varied:
     goodput: float
     winner: Candidate | None
     best: float
-    changed: bool
+    is_changed: bool
 
 
 def vary(
@@ -230,7 +230,7 @@ def _varied(
         return Varied(name, 0.0, None, 0.0, True)
     goodput = search.race(own, name)[0].goodput if own else 0.0
     others = [each for each in feasible if each.candidate != winner.candidate]
-    better = [each for each in search.race(others, name, goodput * (1 + like.tolerance)) if each.exact]
+    better = [each for each in search.race(others, name, goodput * (1 + like.tolerance)) if each.is_exact]
     if better:
         return Varied(name, goodput, better[0].bounded.candidate, better[0].goodput, True)
     return Varied(name, goodput, winner.candidate, goodput, False)
@@ -382,7 +382,7 @@ def varied(rows: Sequence[Varied]) -> Table:
     for row in rows:
         if row.winner is None:
             other = "nothing keeps the objectives"
-        elif row.changed:
+        elif row.is_changed:
             other = f"yes: {row.winner}, {row.best:.3g}"
         else:
             other = "no"

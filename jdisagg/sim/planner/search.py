@@ -126,16 +126,16 @@ def _quantile(values: np.ndarray, share: float) -> float:
 
 def _ttft_s(record: Record, end_s: float) -> float:
     """Returns the TTFT, or the time so far if there is no first token; inf for a rejected request."""
-    if record.told_tokens:
+    if record.emitted_tokens:
         return record.ttft_s
     return math.inf if record.ends else end_s - record.arrival_s
 
 
 def _tpot_s(record: Record, end_s: float) -> float:
     """Returns the TPOT of the tokens so far, or the time since the first token if the second is missing."""
-    if record.ends and not record.served:
+    if record.ends and not record.is_served:
         return math.inf
-    is_waiting = record.told_tokens == 1 and not record.ends
+    is_waiting = record.emitted_tokens == 1 and not record.ends
     return end_s - record.first_s if is_waiting else record.tpot_s
 
 
@@ -188,7 +188,7 @@ class Scored:
 
     bounded: BoundedCandidate
     goodput: float
-    exact: bool = True
+    is_exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class Search:
                 self.counts.pruned += 1
                 continue
             scored.append(self._against(bounded, best))
-            if scored[-1].exact:
+            if scored[-1].is_exact:
                 best = max(best, scored[-1].goodput)
         self.on_progress(what, 1, 1)
         return sorted(scored, key=lambda each: -each.goodput)
@@ -329,7 +329,7 @@ class Search:
         if best:
             met = self._trial(bounded, best, self.short).met
             if met < share:
-                return Scored(bounded, best * met / share * 0.999, exact=False)
+                return Scored(bounded, best * met / share * 0.999, is_exact=False)
         return Scored(bounded, self._goodput(bounded, best, max(bounded.bound, 1.05 * best), self.short))
 
     def refine(self, space: Space, ranked: list[Scored]) -> list[Scored]:
@@ -339,7 +339,7 @@ class Search:
         leader = ranked[0]
         others = [self.bounded(each) for each in space.neighbours(leader.bounded.candidate)]
         tried = self.race([each for each in others if each], f"around {leader.bounded.candidate.mesh}", leader.goodput)
-        better = [each for each in tried if each.exact and each.goodput > (1 + self.tolerance) * leader.goodput]
+        better = [each for each in tried if each.is_exact and each.goodput > (1 + self.tolerance) * leader.goodput]
         return [*better[:1], *ranked]
 
     def _goodput(self, bounded: BoundedCandidate, low: float, high: float, effort: Effort, seed: int = 0) -> float:
