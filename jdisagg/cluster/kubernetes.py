@@ -21,7 +21,7 @@ RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}
 USER = 1000
 
 
-POD_NAMES = {  # of a worker: its KV address, and its location (`jdisagg.terminal`)
+POD_NAMES = {  # of a worker: its KV address, and its location (`terminal.py`)
     "POD_IP": "status.podIP",
     "NODE_NAME": "spec.nodeName",
 }
@@ -242,12 +242,12 @@ def _document(job: Job, part: Part, kind: tuple[str, str], spec: Document) -> Do
 
 
 EXCLUSIVE = "leaderworkerset.sigs.k8s.io/exclusive-topology"
-JOBSET_NAMES = {  # variables that `jdisagg.cluster.membership` reads -> JobSet's annotation of a pod
+JOBSET_NAMES = {  # variables that `membership.py` reads -> JobSet's annotation of a pod
     "JOBSET_NAME": "jobset.sigs.k8s.io/jobset-name",
     "REPLICATED_JOB_NAME": "jobset.sigs.k8s.io/replicatedjob-name",
     "JOB_INDEX": "jobset.sigs.k8s.io/job-index",
 }
-LWS_NAMES = {  # variables that `jdisagg.terminal` reads in addition -> LeaderWorkerSet's label of a pod
+LWS_NAMES = {  # variables that `terminal.py` reads in addition -> LeaderWorkerSet's label of a pod
     "LWS_NAME": "leaderworkerset.sigs.k8s.io/name",
     "LWS_GROUP_INDEX": "leaderworkerset.sigs.k8s.io/group-index",
 }

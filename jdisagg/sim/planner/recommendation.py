@@ -282,7 +282,7 @@ def as_policy(settings: Mapping[str, Any], why: Sequence[str]) -> str:
     known = {each.name: each for each in fields(Settings)}
     unknown = [name for name in settings if name not in known]
     if unknown:
-        raise ConfigError(f"no setting {', '.join(unknown)} among those of jdisagg.launch")
+        raise ConfigError(f"no setting {', '.join(unknown)} among those of jdisagg launch")
     Settings(**settings).check()
     groups: dict[str, list[str]] = {}
     for name, value in settings.items():
