@@ -34,7 +34,8 @@ Answer = TypeVar("Answer")
 class LLM:
     """A running stack; arguments are the launcher's flags. Close it, or use it as a context manager.
 
-    >>> with LLM(mesh="prefill:tp2,decode:pp2") as llm: ...     print(llm.generate("def fibonacci(n):").text)
+    >>> with LLM(mesh="prefill:tp2,decode:pp2") as llm:
+    ...     print(llm.generate("def fibonacci(n):").text)
     """
 
     def __init__(self, **settings: Any) -> None:

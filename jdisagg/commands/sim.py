@@ -6,12 +6,16 @@
     python -m jdisagg sim --trace=lengths:FILE --rates=1,2,4,8 --report=out.html --parquet=requests.parquet ...
 
 A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens), mooncake (JSON lines) or lengths
-(num_prefill_tokens, num_decode_tokens); or mix:INPUT+OUTPUT@SHARE,... Arrivals of the last two are drawn: Poisson,
-or by --servegen's rates. --rate scales recorded arrivals by one factor. --cost=distserve are fits to measurements on
-A100-80G; --cost=roofline is arithmetic, and optimistic about old engines; --cost=kernels:rtx4090 (or rtxpro6000, or
-a folder of LLMServingSim's tables) are measured kernels; --cost=profile:FILE are your own devices as `jdisagg
-profile` timed them, with that run's model, sizes and transfers. If a trace has block hashes (mooncake), prompts with
-common prefixes share KV, as in serving; --dram_tokens, --disk_tokens and --pool_tokens keep it below HBM.
+(num_prefill_tokens, num_decode_tokens); or mix:INPUT+OUTPUT@SHARE,... Arrivals of the last two are drawn: Poisson, or
+by --servegen's rates. --rate scales recorded arrivals by one factor.
+
+    --cost=distserve         fits to measurements on A100-80G
+    --cost=roofline          arithmetic, and optimistic about old engines
+    --cost=kernels:rtx4090   measured kernels (or rtxpro6000, or a folder of LLMServingSim's tables)
+    --cost=profile:FILE      your own devices as `jdisagg profile` timed them, with that run's model, sizes and transfers
+
+If a trace has block hashes (mooncake), prompts with common prefixes share KV, as in serving; --dram_tokens,
+--disk_tokens and --pool_tokens keep it below HBM.
 """
 
 from __future__ import annotations
