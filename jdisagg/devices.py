@@ -84,9 +84,7 @@ def user_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _prepared(root: Path, *, shared: bool = True) -> Path:
-    """Prepares the folder of this machine's programs under `root`: it exists, is writable, and has no truncated
-    entries.
-    """
+    """Prepares the folder of this machine's programs under `root`: writable and without truncated entries."""
     folder = root / machine_name()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _refuse_strangers(folder, shared=shared)
@@ -148,8 +146,9 @@ MOST_VIRTUAL = 256  # CPU devices; each has its own threads
 
 
 def prepare(platform: str, num_devices: int, compile_cache_dir: str = "off") -> list[Any]:
-    """Returns the first `num_devices` devices of `platform` ("auto": the best there is); call it before any other use
-    of jax.
+    """Returns the first `num_devices` devices of `platform` ("auto": the best there is).
+
+    Call it before any other use of jax.
 
     On the CPU it creates the missing virtual devices, and sets the client's thread pool to twice the devices. With
     fewer threads, collectives of several meshes wait for each other's threads until the client aborts. With more,
@@ -228,8 +227,9 @@ def at_hand(platform: str) -> list[Any]:
 
 
 def accelerator_at_hand() -> bool:
-    """Returns True if a driver shows a device; without one, libtpu and the CUDA plugin would search for seconds and
-    warn.
+    """Returns True if a driver shows a device.
+
+    Without one, libtpu and the CUDA plugin would search for seconds and warn.
 
     They may be installed only to compile (`jdisagg aot`). On systems other than Linux jax searches itself.
     """

@@ -206,8 +206,9 @@ def run_front(settings: Settings, console: Console, sockets: servers.Sockets) ->
 
 
 def devices_of(settings: Settings, count: int) -> tuple[list[Any], str]:
-    """Returns devices for `count` of the mesh's, and the workers' platform. A router alone needs none of
-    --platform's.
+    """Returns devices for `count` of the mesh's, and the workers' platform.
+
+    A router alone needs none of --platform's.
     """
     if not count and settings.platform != AUTO:
         return devices.prepare("cpu", 1, settings.compile_cache_dir), settings.platform
@@ -308,8 +309,9 @@ def _stop_or_die(stop: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0 after a clean end, 1 if prompts failed or the driver died, 2 with one line for an
-    error.
+    """Runs the command.
+
+    Returns 0 after a clean end, 1 if prompts failed or the driver died, 2 with one line for an error.
     """
     return command.run("jdisagg", __doc__, declare(), argv, body)
 

@@ -68,8 +68,9 @@ class LLM:
         self._thread.start()
 
     def load_adapter(self, name: str, folder: str) -> Adapter:
-        """Loads an adapter for `SamplingParams.adapter`; needs `enable_lora`, or adapters in `lora`. Raises
-        RequestError.
+        """Loads an adapter for `SamplingParams.adapter`; needs `enable_lora`, or adapters in `lora`.
+
+        Raises RequestError.
         """
         return self.adapters.load(name, folder)
 
@@ -106,8 +107,9 @@ class LLM:
         return self._wait_for(offline.embed(self.service, prompts, self._front, pooling))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams = GREEDY) -> AsyncGenerator[Piece]:
-        """Yields pieces of the answer as they come, on the caller's event loop; closing the generator cancels the
-        request.
+        """Yields pieces of the answer as they come, on the caller's event loop.
+
+        Closing the generator cancels the request.
         """
         return offline.stream(self.service, prompt, sampling, self._front)
 

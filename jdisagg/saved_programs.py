@@ -72,8 +72,9 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Returns the manifest; None if the folder has no programs compiled ahead. Raises ConfigError for an unreadable
-    one.
+    """Returns the manifest; None if the folder has no programs compiled ahead.
+
+    Raises ConfigError for an unreadable one.
     """
     path = folder / MANIFEST
     if not path.is_file():

@@ -333,8 +333,9 @@ def leader_worker_sets(job: Job, selectors: Selectors = no_selector, exclusive: 
 
 
 def disaggregated_set(job: Job) -> list[Document]:
-    """Returns one set of prefill and decode, rolled out together; with --autoscale, its own scalers set the
-    replicas.
+    """Returns one set of prefill and decode, rolled out together.
+
+    With --autoscale, its own scalers set the replicas.
     """
     roles: list[Document] = [{"name": part.role, "spec": _set(job, part, {})} for part in job.parts]
     for role in roles if scaled(job) else []:
@@ -425,8 +426,9 @@ class Slices:
     per_host: int = 4
 
     def topology(self, chips: int) -> tuple[int, str]:
-        """Returns (chips, topology) of the smallest slice with at least `chips`. Raises ConfigError if there is
-        none.
+        """Returns (chips, topology) of the smallest slice with at least `chips`.
+
+        Raises ConfigError if there is none.
         """
         for count, topology in self.topologies.items():
             if count >= chips:

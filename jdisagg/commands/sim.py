@@ -12,7 +12,7 @@ by --servegen's rates. --rate scales recorded arrivals by one factor.
     --cost=distserve         fits to measurements on A100-80G
     --cost=roofline          arithmetic, and optimistic about old engines
     --cost=kernels:rtx4090   measured kernels (or rtxpro6000, or a folder of LLMServingSim's tables)
-    --cost=profile:FILE      your own devices as `jdisagg profile` timed them, with that run's model, sizes and transfers
+    --cost=profile:FILE      your own devices timed by `jdisagg profile`: the model, sizes and transfers of that run
 
 If a trace has block hashes (mooncake), prompts with common prefixes share KV, as in serving; --dram_tokens,
 --disk_tokens and --pool_tokens keep it below HBM.

@@ -45,8 +45,9 @@ class PoolForm(NamedTuple):
 
     @staticmethod
     def of(layout: KVLayout, num_layers: int, num_pages: int, submesh: Submesh) -> PoolForm:
-        """Keeps layers apart if a GPU's kernels could not address all of one pool: see
-        `pallas_kernels.triton_attention`.
+        """Keeps layers apart if a GPU's kernels could not address all of one pool.
+
+        See `pallas_kernels.triton_attention`.
         """
         numbers = num_layers * (num_pages + 1) * math.prod(layout.page_shape(submesh.tp))
         apart = submesh.devices[0].platform == "gpu" and not offsets_reach(numbers, layout.dtype)
@@ -168,8 +169,9 @@ def ring_pool_format(ring: RingMesh) -> Format:
 
 
 def abstract_ring_pool(layout: KVLayout, num_pages: int, ring: RingMesh) -> jax.ShapeDtypeStruct:
-    """Returns the shape and sharding of one layer position's pool, with equally many pages per stage; allocates
-    nothing.
+    """Returns the shape and sharding of one layer position's pool, with equally many pages per stage.
+
+    Allocates nothing.
     """
     heads, *page = layout.page_shape(ring.tp)
     shape = (ring.pp * (num_pages + 1), heads * ring.tp, *page)
@@ -210,8 +212,9 @@ class RingPages:
         return self.ring.joined(shards, self._shape, RING_POOL_SPEC)
 
     def of_stage(self, stage: int) -> list[Array]:
-        """Returns the pools of one stage, layer by layer, for writing; none if all its devices belong to other
-        processes.
+        """Returns the pools of one stage, layer by layer, for writing.
+
+        None if all its devices belong to other processes.
         """
         if not self._views:  # all stages at once: donating one shard of an array makes its other shards inaccessible
             shards = [shards_here(pool) for pool in self._places]

@@ -1,5 +1,4 @@
-"""KV transfer on the device side: packs pages into head slices, puts them on the destination's devices and inserts
-them.
+"""The device side of a KV transfer: packs pages into head slices, sends these to the destination and inserts them.
 
 The plan of `core/layout/reshard.py` lists the moves. Each move has three asynchronous steps: a pack (a program of
 the source), one put of all shards and slices (without a reshard on the way), and an insert (a donated program of the
@@ -179,8 +178,9 @@ def recut(packed: PackedPages, page_size: int) -> PackedPages:
 
 
 def _recut_rows(rows: Array, page_size: int) -> Array:
-    """Recuts [L, n, heads, parts, size, D] to [L, n * size / page_size, heads, parts, page_size, D]; all pages are
-    full.
+    """Recuts [L, n, heads, parts, size, D] to [L, n * size / page_size, heads, parts, page_size, D].
+
+    All pages are full.
     """
     layers, count, heads, parts, size, width = rows.shape
     assert count * size % page_size == 0, (rows.shape, page_size)
@@ -218,8 +218,9 @@ class ErrorMonitor:
         return not any(set(run) & set(layers) for run in self.over)
 
     def lead(self) -> list[list[int]]:
-        """Fixes the decision until the next call, from the errors known now. Returns the [start, stop) of layers sent
-        raw.
+        """Fixes the decision until the next call, from the errors known now.
+
+        Returns the [start, stop) of layers sent raw.
         """
         self._read_errors()
         self._led = True
@@ -252,9 +253,7 @@ SLICE_SPEC = PartitionSpec(None, None, AXIS)  # head slices are described at `He
 
 @dataclass(frozen=True)
 class LandedKV:
-    """Some pages of some layers that have arrived, or are on the way: slices cut on heads as the destination holds
-    them.
-    """
+    """Some pages of some layers that have arrived or are on the way, as slices of the destination's heads."""
 
     stage: int  # stage of the destination
     layers: range  # layers of the model
@@ -313,8 +312,9 @@ class TransferPrograms:
         return self._packs[key]
 
     def insert(self, pools: Sequence[Pool], pages: np.ndarray, landed: LandedKV) -> list[Pool]:
-        """Returns the pools of `landed.layers` (donated) with its pages written; `pages` as `pools.places_in` returns
-        them.
+        """Returns the pools of `landed.layers` (donated) with its pages written.
+
+        `pages` as `pools.places_in` returns them.
         """
         return self.insert_program(list(pools), self.submesh.put(pages), landed.slices.numbers)[0]
 
@@ -358,7 +358,7 @@ class PackedKV:
 
     @property
     def device_arrays(self) -> list[Array]:
-        """Returns the single-device arrays: those for destination shard 0, kind by kind, then those for shard 1, and so
+        """Returns the single-device arrays: kind by kind those for destination shard 0, then those for shard 1, and so
         on.
 
         Padding slices and shards of other processes have none.

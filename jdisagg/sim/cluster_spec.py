@@ -193,8 +193,7 @@ def _kv_sizes(mesh: MeshSpec, place: WorkerMesh, cost: CostModel, page: int) -> 
 def with_tiers(
     given: ClusterSpec, tiers: TierSpec, dram_tokens: int = 0, disk_tokens: int = 0, *, peer_fetch: bool = False
 ) -> ClusterSpec:
-    """Returns the cluster with workers that keep `dram_tokens` and `disk_tokens` below HBM, and may fetch from each
-    other.
+    """Returns the cluster with workers that keep tokens below HBM, and may fetch from each other.
 
     Raises ConfigError for a ring.
     """
@@ -254,8 +253,7 @@ def by_device(devices: Mapping[Role, Hardware], roofline: Callable[[Hardware, in
 
 
 def devices_of(text: str) -> dict[Role, Hardware]:
-    """Parses devices by role: "h100" (all), "h100,decode:a100" (all but decode workers),
-    "prefill:h100,decode:xeon8480".
+    """Parses devices by role, as "h100" (all) or "h100,decode:a100" (all but decode workers).
 
     Raises ConfigError for an unknown chip or role, and for a role given twice.
     """

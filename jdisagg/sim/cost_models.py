@@ -161,8 +161,9 @@ def _among(rows: dict[str, Any], key: str, what: str) -> Any:
 
 
 def distserve_fit(name: str, tp: int, engine: str = "distserve", host_s: float = 0.0) -> PublishedFit:
-    """Returns the fits on A100-80G in FP16: opt-13b (TP 1, 2, 4), opt-66b (TP 2, 3, 4, 8). Raises ConfigError for
-    others.
+    """Returns the fits on A100-80G in FP16: opt-13b (TP 1, 2, 4), opt-66b (TP 2, 3, 4, 8).
+
+    Raises ConfigError for others.
     """
     sizes = _among(_among(_distserve(), engine, "engine"), name, "model")
     row = _among(sizes, str(tp), f"{name} at tp")
@@ -199,8 +200,9 @@ class Roofline:
         return self.host_s + self._linear_s(plan.num_tokens) + self._pairs_s(plan) + self._head_s(num_sampled(plan))
 
     def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
-        """Returns the seconds of a dispatch; each of several steps reads all weights and its KV, the host is
-        paid once.
+        """Returns the seconds of a dispatch.
+
+        Each of several steps reads all weights and its KV, the host is paid once.
         """
         batch, steps = len(plan.active), plan.num_turns
         read = context_tokens - (plan.most_tokens - batch) / 2 if steps > 1 else context_tokens  # at the mean step
@@ -270,8 +272,9 @@ class Roofline:
         return 2 * self.model.config.num_layers * one_s
 
     def kv_tokens(self, pp: int = 1) -> int:
-        """Returns the KV tokens that fit beside the weights on tp x pp devices. Raises ConfigError if the weights do
-        not fit.
+        """Returns the KV tokens that fit beside the weights on tp x pp devices.
+
+        Raises ConfigError if the weights do not fit.
         """
         room = MEMORY_SHARE * self.chip.hbm_bytes * self.tp * pp - self.weight_bytes
         if room <= 0:

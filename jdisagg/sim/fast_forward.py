@@ -171,8 +171,9 @@ def _takes_arrays(kind: type[CostModel]) -> bool:
 
 
 def _seconds(device: Device, cost: CostModel, plan: DecodeRows, steps: int) -> np.ndarray:
-    """Returns f64[steps], the seconds of repeated steps like the plan; each reads one token per slot more than the
-    last.
+    """Returns f64[steps], the seconds of repeated steps like the plan.
+
+    Each reads one token per slot more than the last.
     """
     contexts = device.held_tokens(plan.active) + len(plan.active) * np.arange(1, steps + 1)
     if _takes_arrays(type(cost)):
@@ -261,8 +262,9 @@ class NamedPrompts:
 
 
 class PrefixLookups:
-    """Lookup counts by role. A prompt is looked up where it is computed, and at the decode worker if that is
-    another.
+    """Lookup counts by role.
+
+    A prompt is looked up where it is computed, and at the decode worker if that is another.
     """
 
     def __init__(self, workers: Sequence[WorkerConfig]) -> None:

@@ -38,8 +38,9 @@ Point = tuple[float, ...]
 
 
 class Grid:
-    """Measured seconds at every point of a grid; interpolated linearly between points and extrapolated above the
-    last.
+    """Measured seconds at every point of a grid.
+
+    Interpolated linearly between points and extrapolated above the last.
     """
 
     def __init__(self, rows: dict[Point, float]) -> None:
@@ -93,9 +94,7 @@ class Kernels:
 
 
 def _as_one(plan: PrefillChunks) -> tuple[float, float]:
-    """Returns (tokens, KV tokens before them) of one chunk with the same tokens and attention pairs as the plan's
-    chunks.
-    """
+    """Returns (tokens, KV tokens before) of one chunk with the tokens and attention pairs of the plan's chunks."""
     tokens = plan.num_tokens
     ends = ((chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks)
     pairs = sum(end**2 - start**2 for start, end in ends) / 2
@@ -104,8 +103,9 @@ def _as_one(plan: PrefillChunks) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class KernelTables:
-    """Costs of `tp` devices of one kind. With tp > 1, two all-reduces per layer take `link_s` plus bytes over
-    the link.
+    """Costs of `tp` devices of one kind.
+
+    With tp > 1, two all-reduces per layer take `link_s` plus bytes over the link.
     """
 
     model: Model

@@ -27,9 +27,7 @@ class Flow:
     end_s: float = math.inf
 
     def advance(self, now_s: float) -> None:
-        """Updates the remaining bytes at `now_s` from the predicted end, so that a flow that is due has exactly
-        none.
-        """
+        """Updates the remaining bytes at `now_s` from the predicted end, so that a due flow has exactly none."""
         if self.rate:
             self.remaining_bytes = 0.0 if self.rate == math.inf else max(0.0, self.end_s - now_s) * self.rate
 

@@ -223,8 +223,9 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
 
 
 def _prefill_stages(profile: Profile, place: WorkerMesh, like: WorkerConfig) -> dict[str, Any]:
-    """Returns the stage fields of a prefill worker; a pipeline divides the time of a chunk, which is that of all
-    stages.
+    """Returns the stage fields of a prefill worker.
+
+    A pipeline divides the time of a chunk, which is that of all stages.
     """
     if not (place.role is Role.PREFILL and place.pp > 1):
         return {"prefill_stages": 1}

@@ -133,9 +133,7 @@ class Outcome:
 
 
 def columns(outcome: Outcome) -> dict[str, list[Any]]:
-    """Returns columns with one row per request: its sizes, workers, times and ledger, in seconds; None for missing
-    values.
-    """
+    """Returns columns with one row per request: sizes, workers, times and ledger, in seconds; None if missing."""
     names = (*ASKED, CACHED, *DERIVED, *(f"{part}_s" for part in PARTS), *WIRE)
     values_by_name: dict[str, list[Any]] = {name: [] for name in names}
     values_by_name[CACHED] = list(outcome.cached_tokens)
@@ -187,8 +185,9 @@ class Point:
 
     @staticmethod
     def of(outcome: Outcome, rate_rps: float, slo: SLO, devices: int) -> Point:
-        """Returns the point of a run; `rate_rps` is the arrival rate on the clock, not over the run, which ends
-        later.
+        """Returns the point of a run.
+
+        `rate_rps` is the arrival rate on the clock, not over the run, which ends later.
         """
         attainment = outcome.attainment(slo.ttft_s, slo.tpot_s)
         good = attainment * len(outcome.records) / max(outcome.span_s, 1e-9) / devices

@@ -145,8 +145,9 @@ class SharedCluster(Cluster):
             self._next_due()
 
     def _begin_step(self, actor: WorkerId, effect: RunStep) -> None:
-        """Starts a step; a prefill worker without stages runs its layer groups one by one and sends each group's KV at
-        its end.
+        """Starts a step.
+
+        A prefill worker without stages runs its layer groups one by one and sends each group's KV at its end.
         """
         plan, config = effect.plan, self.workers[actor].config
         seconds, unsent = (

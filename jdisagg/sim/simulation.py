@@ -248,8 +248,9 @@ class EventQueue:
         heapq.heappush(self._timers, (at_s, next(self._ties), actor, TimerFired(key)))
 
     def arm(self, at_s: float, actor: WorkerId, key: str) -> None:
-        """Makes the timer count only if it fires at `at_s`; a caller other than `set_timer` must also push its
-        event.
+        """Makes the timer count only if it fires at `at_s`.
+
+        A caller other than `set_timer` must also push its event.
         """
         self._armed[actor, key] = at_s
 
@@ -407,9 +408,7 @@ class Simulation:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disables garbage collection: a simulation makes many lasting objects and no cycles, so searching takes time in
-    vain.
-    """
+    """Disables garbage collection: a simulation makes many lasting objects and no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -115,8 +115,9 @@ def kept_slices(slices: HeadSlices, digests: Digests) -> HeadSlices:
 
 
 def fill_records(form: RecordLayout, records: np.ndarray, packed: Sequence[PackedKV], error_bound: float) -> bool:
-    """Copies the packed pages for `form.shapes` into records, waiting for them. Returns False if an error is over the
-    bound.
+    """Copies the packed pages for `form.shapes` into records, waiting for them.
+
+    Returns False if an error is over the bound.
     """
     for each in packed:
         start, stop = each.move.span.source

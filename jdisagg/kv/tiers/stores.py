@@ -36,8 +36,9 @@ class Store(Protocol):
         ...
 
     def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """Fills records; False for a page that is absent or differs from what was put. Its record may then hold
-        anything.
+        """Fills records; False for a page that is absent or differs from what was put.
+
+        Its record may then hold anything.
         """
         ...
 

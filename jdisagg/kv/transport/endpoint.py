@@ -182,9 +182,7 @@ class ConnectionPool:
         return connection
 
     def _handshake(self, connection: Connection, deadline: Deadline) -> None:
-        """Runs the handshake, which may take no longer than a control message, so that a silent source fails the pull
-        early.
-        """
+        """Runs the handshake within the time of a control message, so that a silent source fails the pull early."""
         most_s = self._config.control_timeout_s
         try:
             greet(connection, self._config, deadline.within(most_s))
@@ -378,8 +376,9 @@ class Endpoint:
 
     @contextlib.contextmanager
     def _closed_on_failure(self, ticket: Ticket, connection: Connection):
-        """Lets `cancel` cut the connection. A refusal keeps it open; any other error closes it, which informs the
-        source.
+        """Lets `cancel` cut the connection.
+
+        A refusal keeps it open; any other error closes it, which informs the source.
         """
         self._pulls[ticket.id][1].append(connection)
         try:

@@ -1,6 +1,4 @@
-"""The transport within one process: every array goes to its device by asynchronous `device_put`, not through the
-host.
-"""
+"""The transport within one process: every array goes to its device by asynchronous `device_put`."""
 
 from __future__ import annotations
 

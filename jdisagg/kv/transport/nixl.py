@@ -1,12 +1,13 @@
-"""The NIXL transport: the destination reads the source's registered memory by one-sided reads over UCX (RDMA, else
-TCP).
+"""The NIXL transport: the destination reads the source's registered memory by one-sided reads over UCX.
 
-Optional: `pip install --no-deps nixl-cu12` (its declared dependency on torch is not used). One-sided reads need
-care:
+UCX uses RDMA if there is any, else TCP. NIXL is optional: `pip install --no-deps nixl-cu12` (its declared dependency on
+torch is not used). One-sided reads need care:
+
 - The source does not notice a read. After it, the destination asks whether the offer was still valid, and discards the
   bytes if not, since the buffer may have been rewritten in the meantime.
 - An abandoned read may still write. Its buffer is not leased again until NIXL has released the request.
 - Memory that a peer may still read must stay mapped. Buffers are registered once, reused and kept to the end.
+
 Descriptors are sent as plain numbers; NIXL's own serialisation of them is pickle and is not used.
 """
 

@@ -78,8 +78,9 @@ class Segments:
         return segment
 
     def descriptor(self, number: int) -> int:
-        """Returns a duplicate descriptor of the ticket's segment; the caller closes it. Raises TransferCancelled if it
-        ended.
+        """Returns a duplicate descriptor of the ticket's segment; the caller closes it.
+
+        Raises TransferCancelled if it ended.
         """
         with self._lock:
             if number not in self._used:

@@ -226,8 +226,9 @@ def _queue_limit(objectives: Objectives, prefill: Prefill, workers: int, decode:
 
 
 def _waits(arrivals: np.ndarray, service_s: np.ndarray, workers: int) -> np.ndarray:
-    """Returns the seconds before each prompt begins: Lindley's recursion (1952), for several servers Kiefer and
-    Wolfowitz.
+    """Returns the seconds before each prompt begins.
+
+    The method is Lindley's recursion (1952), for several servers that of Kiefer and Wolfowitz.
     """
     free, waits = [0.0] * workers, np.empty(len(arrivals))
     for index, (at_s, service) in enumerate(zip(arrivals.tolist(), service_s.tolist(), strict=True)):
@@ -287,8 +288,9 @@ class Decode:
         return room / (seconds + prompt_s)
 
     def loaded_step_s(self, rate: float, shared: Prefill) -> float:
-        """Returns the seconds of a decode step between two chunks at the batch of `rate`; inf if the rate is too
-        high.
+        """Returns the seconds of a decode step between two chunks at the batch of `rate`.
+
+        Inf if the rate is too high.
         """
         tpot_s, stages = self.step_s(1), self.config.num_microbatches
         for _ in range(20):

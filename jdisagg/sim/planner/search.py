@@ -182,8 +182,9 @@ class BoundedCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A candidate's goodput in requests/s per paid device; if not `exact`, it only lies below a rate that was
-    missed.
+    """A candidate's goodput in requests/s per paid device.
+
+    If not `is_exact`, the goodput only lies below a rate that was missed.
     """
 
     bounded: BoundedCandidate

@@ -1,5 +1,6 @@
-"""Readers of the public trace formats, gzip or plain. A bad file is refused with its name, line and what was
-expected.
+"""Readers of the public trace formats, gzip or plain.
+
+A bad file is refused with its name, line and what was expected.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ SERVEGEN_WINDOW_S = 600.0
 
 
 def read_azure(path: Path | str) -> Trace:
-    """Reads Azure's LLM inference traces of 2023 (Patel et al., ISCA 2024): TIMESTAMP, ContextTokens,
-    GeneratedTokens.
+    """Reads Azure's LLM inference traces of 2023 (Patel et al., ISCA 2024).
+
+    The columns are TIMESTAMP, ContextTokens and GeneratedTokens.
     """
     rows = _csv(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
     times = np.array([_seconds(row[0], path) for row in rows])
@@ -35,8 +37,9 @@ def read_azure(path: Path | str) -> Trace:
 
 
 def read_mooncake(path: Path | str) -> Trace:
-    """Reads Mooncake's traces (Qin et al., FAST 2025): JSON lines of timestamp (ms), lengths, and hash_ids of 512
-    tokens.
+    """Reads Mooncake's traces (Qin et al., FAST 2025).
+
+    They are JSON lines of timestamp (ms), lengths, and hash_ids of blocks of 512 tokens.
     """
     rows = [_mooncake_row(line, number, path) for number, line in enumerate(_lines(path), 1) if line.strip()]
     rows.sort(key=lambda row: row[0])
@@ -46,8 +49,9 @@ def read_mooncake(path: Path | str) -> Trace:
 
 
 def read_lengths(path: Path | str) -> Trace:
-    """Reads length files of Sarathi-Serve and Vidur: num_prefill_tokens, num_decode_tokens. All requests arrive
-    at 0.
+    """Reads length files of Sarathi-Serve and Vidur: num_prefill_tokens, num_decode_tokens.
+
+    All requests arrive at 0.
     """
     rows = _csv(path, ("num_prefill_tokens", "num_decode_tokens"))
     return _trace(np.zeros(len(rows)), [row[0] for row in rows], [row[1] for row in rows])

@@ -1,6 +1,4 @@
-"""A request trace as columns: arrival times, lengths, and the hashes of prefix blocks if known; and arrival
-processes.
-"""
+"""A request trace as columns (arrival times, lengths, prefix block hashes), and arrival processes."""
 
 from __future__ import annotations
 
