@@ -59,11 +59,8 @@ def run(
     own_file: bool = False,
 ) -> int:
     """Returns the exit code of `body` with these flags, 2 with one line that begins with `name` for an error, 130 after
-    Ctrl-C.
-
-    `docstring`: the docstring of the command's file, which --help shows before the flags. `positional`: the flag
-    that takes a bare argument. `own_file`: `body` reads the file of --config, which holds more than flags.
-    """
+    Ctrl-C. `docstring`: the docstring of the command's file, which --help shows before the flags. `positional`: the
+    flag that takes a bare argument. `own_file`: `body` reads the file of --config, which holds more than flags."""
     settings = "print_config" in values
     try:
         flags.read(values, sys.argv if argv is None else argv, positional)

@@ -105,9 +105,7 @@ def _refuse_strangers(folder: Path, *, shared: bool) -> None:
 
 def sweep(root: Path, most_bytes: int) -> None:
     """Removes truncated entries, and the oldest ones beyond `most_bytes`. Another process may do so at the same time.
-
-    Only entries written since the last sweep are read.
-    """
+    Only entries written since the last sweep are read."""
     marker, kept_bytes = root / SWEPT, 0
     before_s = marker.stat().st_mtime if marker.exists() else 0.0
     entries = _entries(root)
@@ -165,10 +163,8 @@ def prepare(platform: str, num_devices: int, compile_cache_dir: str = "off") -> 
 
 
 def prepare_mesh(mesh: MeshSpec, platform: str, compile_cache_dir: str = "off") -> list[Any]:
-    """Returns the devices of the mesh's workers, in its order; like `prepare`, also if pools name platforms.
-
-    Raises MeshError with the numbers if one platform has too few.
-    """
+    """Returns the devices of the mesh's workers, in its order; like `prepare`, also if pools name platforms. Raises
+    MeshError with the numbers if one platform has too few."""
     if not mesh.platforms:
         return prepare(platform, mesh.num_devices, compile_cache_dir)
     if platform != "auto":
@@ -227,12 +223,8 @@ def at_hand(platform: str) -> list[Any]:
 
 
 def accelerator_at_hand() -> bool:
-    """Returns True if a driver shows a device.
-
-    Without one, libtpu and the CUDA plugin would search for seconds and warn.
-
-    They may be installed only to compile (`jdisagg aot`). On systems other than Linux jax searches itself.
-    """
+    """Returns True if a driver shows a device. Without one, libtpu and the CUDA plugin would search for seconds and
+    warn. They may be installed only to compile (`jdisagg aot`). On systems other than Linux jax searches itself."""
     return sys.platform != "linux" or any(next(Path("/dev").glob(name), None) for name in _DEVICE_FILES)
 
 
@@ -258,11 +250,8 @@ def usable_bytes(target: Target) -> int:
 
 
 def imagined(platform: str, target: str, needs_memory: bool) -> tuple[str, int | None, Chip | None]:
-    """Returns (platform, bytes of one device, its data sheet) of a run that touches no device.
-
-    They are those of `target` (as h100:8), or what is known without it. Raises FlagError if sizes depend on an
-    unknown memory.
-    """
+    """Returns (platform, bytes of one device, its data sheet) of a run that touches no device. They are those of
+    `target` (as h100:8), or what is known without it. Raises FlagError if sizes depend on an unknown memory."""
     jax.config.update("jax_platforms", "cpu")
     if target:
         chip = Target.parse(target)

@@ -109,10 +109,8 @@ def define_settings(values: FlagValues) -> FlagValues:
 
 
 def read(values: FlagValues, argv: Sequence[str], positional: str = "") -> None:
-    """Parses `argv` (program name first) into `values`; --max-model-len means --max_model_len.
-
-    `positional`: the flag that takes one bare argument. Raises FlagError with one line.
-    """
+    """Parses `argv` (program name first) into `values`; --max-model-len means --max_model_len. `positional`: the flag
+    that takes one bare argument. Raises FlagError with one line."""
     try:
         rest = values([argv[0], *map(underscored, argv[1:])])
     except flags.UnrecognizedFlagError as error:
@@ -236,9 +234,7 @@ def fill(values: FlagValues, environment: Mapping[str, str] = os.environ) -> Non
 
 def read_toml(path: str, values: FlagValues) -> dict[str, Any]:
     """Returns values of these flags in a TOML file; tables only group them, and keys of other commands are skipped.
-
-    Raises ConfigError for an unknown key or a value of the wrong type.
-    """
+    Raises ConfigError for an unknown key or a value of the wrong type."""
     values_by_name: dict[str, Any] = {}
     known = {name for name in values if name not in NO_SETTINGS}
     for key, value in _flattened(parse_toml(path)):

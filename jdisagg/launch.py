@@ -206,10 +206,8 @@ def run_front(settings: Settings, console: Console, sockets: servers.Sockets) ->
 
 
 def devices_of(settings: Settings, count: int) -> tuple[list[Any], str]:
-    """Returns devices for `count` of the mesh's, and the workers' platform.
-
-    A router alone needs none of --platform's.
-    """
+    """Returns devices for `count` of the mesh's, and the workers' platform. A router alone needs none of
+    --platform's."""
     if not count and settings.platform != AUTO:
         return devices.prepare("cpu", 1, settings.compile_cache_dir), settings.platform
     devices_found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
@@ -277,10 +275,8 @@ async def serve(
     console: Console,
     profiles: Callable[[float], Profiles] = own_profile,
 ) -> int:
-    """Serves until the first Ctrl-C or SIGTERM, then drains; a second one stops at once.
-
-    If the driver dies, it ends with a nonzero code, so that a supervisor can start another process.
-    """
+    """Serves until the first Ctrl-C or SIGTERM, then drains; a second one stops at once. If the driver dies, it ends
+    with a nonzero code, so that a supervisor can start another process."""
     running = await servers.start(service, settings, sockets, profiles)
     for line in running.urls:
         console.print(f"[bold]ready[/]    {line}", highlight=False)
@@ -309,10 +305,8 @@ def _stop_or_die(stop: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Returns 0 after a clean end, 1 if prompts failed or the driver died, 2 with one line for an error.
-    """
+    """Runs the command. Returns 0 after a clean end, 1 if prompts failed or the driver died, 2 with one line for an
+    error."""
     return command.run("jdisagg", __doc__, declare(), argv, body)
 
 

@@ -68,10 +68,8 @@ class LLM:
         self._thread.start()
 
     def load_adapter(self, name: str, folder: str) -> Adapter:
-        """Loads an adapter for `SamplingParams.adapter`; needs `enable_lora`, or adapters in `lora`.
-
-        Raises RequestError.
-        """
+        """Loads an adapter for `SamplingParams.adapter`; needs `enable_lora`, or adapters in `lora`. Raises
+        RequestError."""
         return self.adapters.load(name, folder)
 
     def unload_adapter(self, name: str) -> None:
@@ -94,12 +92,9 @@ class LLM:
         return self._wait_for(offline.complete_all(self.service, prompts, sampling, self._front))
 
     def chat(self, messages: Messages, sampling: SamplingParams = GREEDY_CHAT, **options: Any) -> Completion:
-        """Returns the answer to messages of {"role", "content"}, by the model's chat template.
-
-        Its length is limited only by the model's context. `options` are fields of a chat over HTTP: tools,
-        tool_choice, response_format, chat_template_kwargs and more. Tool calls are in `choices[n].calls`, reasoning
-        in `choices[n].reasoning`.
-        """
+        """Returns the answer to messages of {"role", "content"}, by the model's chat template. Its length is limited
+        only by the model's context. `options` are fields of a chat over HTTP: tools, tool_choice, response_format,
+        chat_template_kwargs and more. Tool calls are in `choices[n].calls`, reasoning in `choices[n].reasoning`."""
         return self._wait_for(offline.chat(self.service, messages, sampling, self._front, options))
 
     def embed(self, prompts: Sequence[Prompt], pooling: str | None = None) -> list[list[float]]:
@@ -107,10 +102,8 @@ class LLM:
         return self._wait_for(offline.embed(self.service, prompts, self._front, pooling))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams = GREEDY) -> AsyncGenerator[Piece]:
-        """Yields pieces of the answer as they come, on the caller's event loop.
-
-        Closing the generator cancels the request.
-        """
+        """Yields pieces of the answer as they come, on the caller's event loop. Closing the generator cancels the
+        request."""
         return offline.stream(self.service, prompt, sampling, self._front)
 
     def _wait_for(self, work: Coroutine[Any, Any, Answer]) -> Answer:

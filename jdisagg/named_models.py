@@ -45,10 +45,8 @@ def located(
     packed: Mapping[str, Packed] = PACKED,
     embedded: Path = EMBEDDED_FOLDER,
 ) -> Settings:
-    """Returns `settings` with the path of a model given by one of the names above, and with the folder of `--cache`.
-
-    A folder or file of such a name must be written with a slash, as in ./demo. Raises `NotFetched`.
-    """
+    """Returns `settings` with the path of a model given by one of the names above, and with the folder of `--cache`. A
+    folder or file of such a name must be written with a slash, as in ./demo. Raises `NotFetched`."""
     settings, name, has_embedded = with_cache(settings, environment), settings.model, embedded.is_dir()
     if name == EMBEDDED:
         if not has_embedded:

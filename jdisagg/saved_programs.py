@@ -53,10 +53,8 @@ def _version(package: str) -> str:
 
 
 def shape_of(settings: Settings, model: ModelConfig) -> dict[str, Any]:
-    """Returns the part of a run that decides which programs there are: settings and the model's configuration.
-
-    Weights are arguments of programs, so any checkpoint of the model can use them; its path may differ by machine.
-    """
+    """Returns the part of a run that decides which programs there are: settings and the model's configuration. Weights
+    are arguments of programs, so any checkpoint of the model can use them; its path may differ by machine."""
     shaping = (each.name for each in fields(Settings) if not SHAPING.isdisjoint((each.metadata["group"], each.name)))
     named = {"model": f"{model.family}-{config_digest(model)[:SHORT_DIGITS]}"}
     return named | {name: getattr(settings, name) for name in shaping}
@@ -72,10 +70,8 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Returns the manifest; None if the folder has no programs compiled ahead.
-
-    Raises ConfigError for an unreadable one.
-    """
+    """Returns the manifest; None if the folder has no programs compiled ahead. Raises ConfigError for an unreadable
+    one."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -95,10 +91,8 @@ def folder_of(setting: str) -> tuple[Path, bool]:
 
 
 def fits(setting: str) -> bool:
-    """Returns True if the folder of --compile_cache_dir has programs of this process's versions and flags.
-
-    A folder of other versions gives a warning, or with "only:" a ConfigError.
-    """
+    """Returns True if the folder of --compile_cache_dir has programs of this process's versions and flags. A folder of
+    other versions gives a warning, or with "only:" a ConfigError."""
     folder, only = folder_of(setting)
     manifest = read_manifest(folder)
     if manifest is None:

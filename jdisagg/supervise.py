@@ -65,10 +65,8 @@ def child_of(argv: Sequence[str]) -> list[str]:
 
 
 def _run_child(command: Sequence[str], stopping: list[int]) -> int:
-    """Runs one child from its start to its end, and passes signals on.
-
-    The child has a session of its own, so that Ctrl-C in a terminal reaches it once.
-    """
+    """Runs one child from its start to its end, and passes signals on. The child has a session of its own, so that
+    Ctrl-C in a terminal reaches it once."""
     environment = {**os.environ, MARK: "1"}
     child = subprocess.Popen(command, start_new_session=True, env=environment, preexec_fn=_end_with_parent)  # noqa: PLW1509
     passed_on, stopped_s = 0, None

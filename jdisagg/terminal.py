@@ -46,11 +46,8 @@ def show(
     sized: bool = True,
     is_identified: bool = True,
 ) -> None:
-    """Prints the whole deployment.
-
-    `sized`: with the workers' capacity. `is_identified`: with the fingerprint, for which every byte of the model is
-    read. Raises `CheckpointError` if the stored format is unknown.
-    """
+    """Prints the whole deployment. `sized`: with the workers' capacity. `is_identified`: with the fingerprint, for
+    which every byte of the model is read. Raises `CheckpointError` if the stored format is unknown."""
     model = f"{deployment.model_name}: {_model_line(deployment.model)}, {deployment.dtype}, {deployment.model_folder}"
     console.print(f"[bold]model[/]    {model}")
     if is_identified:
@@ -178,10 +175,8 @@ def sampling_of(settings: Settings) -> SamplingParams:
 
 
 async def complete_one(service: Service, settings: Settings, console: Console) -> int:
-    """Streams one answer to stdout, then prints its ledger. Returns the exit code.
-
-    The answer is a chat's if the model has a template, else a continuation of --prompt, which is printed before it.
-    """
+    """Streams one answer to stdout, then prints its ledger. Returns the exit code. The answer is a chat's if the model
+    has a template, else a continuation of --prompt, which is printed before it."""
     if settings.raw_prompt or not service.tokenizer.has_chat_template:
         prompt: Prompt = settings.prompt
         num_tokens = len(service.tokenizer.encode(settings.prompt))

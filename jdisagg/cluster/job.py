@@ -111,10 +111,8 @@ def job_of(settings: Settings, name: str, image: str, platform: str, devices_per
 
 
 def with_rings(job: Job) -> Job:
-    """Returns the job with decode pipelines of several processes as rings; separate stages need one process.
-
-    Raises ConfigError if such a pipeline cannot be a ring.
-    """
+    """Returns the job with decode pipelines of several processes as rings; separate stages need one process. Raises
+    ConfigError if such a pipeline cannot be a ring."""
     sizes = {part.role: part.size for part in job.parts}
     pools = MeshSpec.parse(job.settings.mesh).pools
     pools_text = ",".join(str(_ring(pool) if pool.pp > 1 and sizes[pool.role.value] > 1 else pool) for pool in pools)

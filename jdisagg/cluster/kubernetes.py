@@ -333,10 +333,8 @@ def leader_worker_sets(job: Job, selectors: Selectors = no_selector, exclusive: 
 
 
 def disaggregated_set(job: Job) -> list[Document]:
-    """Returns one set of prefill and decode, rolled out together.
-
-    With --autoscale, its own scalers set the replicas.
-    """
+    """Returns one set of prefill and decode, rolled out together. With --autoscale, its own scalers set the
+    replicas."""
     roles: list[Document] = [{"name": part.role, "spec": _set(job, part, {})} for part in job.parts]
     for role in roles if scaled(job) else []:
         del role["spec"]["replicas"]
@@ -426,10 +424,8 @@ class Slices:
     per_host: int = 4
 
     def topology(self, chips: int) -> tuple[int, str]:
-        """Returns (chips, topology) of the smallest slice with at least `chips`.
-
-        Raises ConfigError if there is none.
-        """
+        """Returns (chips, topology) of the smallest slice with at least `chips`. Raises ConfigError if there is
+        none."""
         for count, topology in self.topologies.items():
             if count >= chips:
                 return count, topology
@@ -451,10 +447,8 @@ SLICES = {  # by the names of `core.targets`
 
 
 def slice_of(part: Part, chip: str) -> tuple[Part, str]:
-    """Returns the worker's processes on a slice, one per host, and the slice's topology. Raises ConfigError.
-
-    A worker smaller than its slice has the whole slice, and leaves the other chips idle.
-    """
+    """Returns the worker's processes on a slice, one per host, and the slice's topology. Raises ConfigError. A worker
+    smaller than its slice has the whole slice, and leaves the other chips idle."""
     wanted = part.size * part.devices
     chips, topology = SLICES[chip].topology(wanted)
     hosts = SLICES[chip].hosts(chips)

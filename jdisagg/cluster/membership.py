@@ -36,10 +36,8 @@ Environ = Mapping[str, str]
 
 
 def resolve(settings: Settings, environ: Environ) -> GroupPlace | None:
-    """Returns this process's place in a group of two or more; None for a worker without a group, or a router.
-
-    Raises ConfigError if a needed value has no source, or two sources differ.
-    """
+    """Returns this process's place in a group of two or more; None for a worker without a group, or a router. Raises
+    ConfigError if a needed value has no source, or two sources differ."""
     flag_values = _flags(settings)
     if not set(settings.role.split(",")) <= WORKER_ROLES:
         if flag_values:

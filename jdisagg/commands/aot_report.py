@@ -83,8 +83,7 @@ class StepTimes:
 
     def links_s(self, each: Checked) -> float:
         """Returns the least seconds of its collectives, using links inside a host or slice and between hosts at
-        once.
-        """
+        once."""
         hosts = self._hosts(each)
 
         def least_s(one: Collective) -> float:

@@ -64,10 +64,8 @@ NOTHING = Guesser()
 
 
 def guesser(speculative: str, name: str, config: ModelConfig, dtype: str, devices: int) -> Guesser:
-    """Returns the memory of --speculative for a model; zero if it is off or n-grams.
-
-    Raises FlagError, ConfigError or CheckpointError.
-    """
+    """Returns the memory of --speculative for a model; zero if it is off or n-grams. Raises FlagError, ConfigError or
+    CheckpointError."""
     folder = Path(located(Settings(model=name), Console(stderr=True)).model)
     draft_found, number = read_draft(speculative, folder, config), number_bytes(dtype)
     if draft_found is None:
@@ -89,10 +87,8 @@ def guesser_lines(speculative: str, draft_memory: Guesser) -> list[str]:
 
 
 def model_of(name: str) -> ModelConfig:
-    """Returns the configuration of a model given by name, folder or GGUF file.
-
-    Raises ConfigError or CheckpointError.
-    """
+    """Returns the configuration of a model given by name, folder or GGUF file. Raises ConfigError or
+    CheckpointError."""
     found = located(Settings(model=name), Console(stderr=True)).model
     path = Path(found)
     return replace(read_model(path), family=path.name) if is_gguf(path) else model_numbers.model_of(found)

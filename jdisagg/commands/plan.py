@@ -449,10 +449,8 @@ def quick(values: flags.FlagValues, problem: Problem, search_space: Space, conso
 def variations_of(
     problem: Problem, builder: CandidateBuilder | ProfiledCandidateBuilder, recommendation: Recommendation
 ) -> dict[str, Problem]:
-    """Returns the variants of the problem.
-
-    Half the link is tried only if disaggregation won, since a pair of pools that lost cannot gain by it.
-    """
+    """Returns the variants of the problem. Half the link is tried only if disaggregation won, since a pair of pools
+    that lost cannot gain by it."""
     found = {
         f"objectives x {factor:g}": replace(problem, objectives=problem.objectives.scaled(factor))
         for factor in (0.8, 1.25)

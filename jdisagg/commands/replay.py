@@ -35,9 +35,7 @@ MOST_REQUESTS, MOST_STEPS = 10_000, 1_000_000  # of a trace: the last ones
 
 def replay(header: Header, entries: Iterable[Recorded], observe: Observer = lambda actor, item, at_s: None) -> int:
     """Returns the number of events, all with the same decisions. Raises JournalError at the first that differs.
-
-    `observe` gets every event, and every effect that followed.
-    """
+    `observe` gets every event, and every effect that followed."""
     actors = actors_of(header)
     number = 0
     for number, entry in enumerate(entries, 1):

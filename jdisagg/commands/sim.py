@@ -234,10 +234,8 @@ def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
 
 
 def settings_of(values: flags.FlagValues, max_model_len: int, *, keeps: bool) -> Settings:
-    """Returns the server's settings for the flags; settings without a flag here have the server's defaults.
-
-    `keeps`: the prompts have block hashes, so that prefix caching can find KV. Raises FlagError.
-    """
+    """Returns the server's settings for the flags; settings without a flag here have the server's defaults. `keeps`:
+    the prompts have block hashes, so that prefix caching can find KV. Raises FlagError."""
     is_fit, is_kernels = values.cost == "distserve", values.cost.startswith("kernels:")
     if is_fit and values["mixed_steps"].present and values.mixed_steps == "on":
         raise FlagError("--mixed_steps=on and --cost=distserve: fits have no times of mixed steps; say off")
@@ -258,10 +256,8 @@ def settings_of(values: flags.FlagValues, max_model_len: int, *, keeps: bool) ->
 
 
 def port_of(values: flags.FlagValues, mesh: MeshSpec) -> float | PortOf:
-    """Returns the port of each worker: --port_gb_per_s, else the NICs of its devices.
-
-    Raises FlagError if neither is known.
-    """
+    """Returns the port of each worker: --port_gb_per_s, else the NICs of its devices. Raises FlagError if neither is
+    known."""
     if values.port_gb_per_s:
         return values.port_gb_per_s * 1e9
     if len(mesh.pools) == 1 or values.nic_gb_per_s:

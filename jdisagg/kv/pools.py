@@ -30,10 +30,8 @@ POOL_SPEC = PartitionSpec(None, AXIS)
 
 
 def pool_format(submesh: Submesh, *, scaled: bool = False) -> Format | Sharding:
-    """Returns the row-major format of a pool: kernels read a page as one run of memory.
-
-    Scaled pages, numbers and scales, are only used in sizes that every platform lays out row-major by default.
-    """
+    """Returns the row-major format of a pool: kernels read a page as one run of memory. Scaled pages, numbers and
+    scales, are only used in sizes that every platform lays out row-major by default."""
     return submesh.sharding(POOL_SPEC) if scaled else submesh.row_major(POOL_SPEC, 5)
 
 
@@ -45,20 +43,16 @@ class PoolForm(NamedTuple):
 
     @staticmethod
     def of(layout: KVLayout, num_layers: int, num_pages: int, submesh: Submesh) -> PoolForm:
-        """Keeps layers apart if a GPU's kernels could not address all of one pool.
-
-        See `pallas_kernels.triton_attention`.
-        """
+        """Keeps layers apart if a GPU's kernels could not address all of one pool. See
+        `pallas_kernels.triton_attention`."""
         numbers = num_layers * (num_pages + 1) * math.prod(layout.page_shape(submesh.tp))
         apart = submesh.devices[0].platform == "gpu" and not offsets_reach(numbers, layout.dtype)
         return PoolForm(pool_format(submesh, scaled=layout.scaled), apart)
 
 
 class PagesOfStage(Protocol):
-    """The pages of one stage: layers `layers` of the model on `submesh`.
-
-    pools[i] holds layer layers[i], or the only pool holds all of them.
-    """
+    """The pages of one stage: layers `layers` of the model on `submesh`. pools[i] holds layer layers[i], or the only
+    pool holds all of them."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -138,10 +132,8 @@ def pools_of(stage: PagesOfStage, layers: range) -> slice:
 
 
 def places_in(stage: PagesOfStage, layers: range, pages: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns the indices of `pages` in those pools: i32[n], or i32[layers, n] if all layers share one pool.
-
-    The null page is page 0 of each pool.
-    """
+    """Returns the indices of `pages` in those pools: i32[n], or i32[layers, n] if all layers share one pool. The null
+    page is page 0 of each pool."""
     pages = np.asarray(pages, np.int32)
     if not is_joined(stage):
         return pages
@@ -169,10 +161,8 @@ def ring_pool_format(ring: RingMesh) -> Format:
 
 
 def abstract_ring_pool(layout: KVLayout, num_pages: int, ring: RingMesh) -> jax.ShapeDtypeStruct:
-    """Returns the shape and sharding of one layer position's pool, with equally many pages per stage.
-
-    Allocates nothing.
-    """
+    """Returns the shape and sharding of one layer position's pool, with equally many pages per stage. Allocates
+    nothing."""
     heads, *page = layout.page_shape(ring.tp)
     shape = (ring.pp * (num_pages + 1), heads * ring.tp, *page)
     return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=ring_pool_format(ring))
@@ -212,10 +202,8 @@ class RingPages:
         return self.ring.joined(shards, self._shape, RING_POOL_SPEC)
 
     def of_stage(self, stage: int) -> list[Array]:
-        """Returns the pools of one stage, layer by layer, for writing.
-
-        None if all its devices belong to other processes.
-        """
+        """Returns the pools of one stage, layer by layer, for writing. None if all its devices belong to other
+        processes."""
         if not self._views:  # all stages at once: donating one shard of an array makes its other shards inaccessible
             shards = [shards_here(pool) for pool in self._places]
             self._views = [self._view(each, shards) for each in range(self.cut.num_stages)]

@@ -120,10 +120,8 @@ def _lost(pools: Sequence[Any], pages: Array, wire: str) -> Array:
 
 
 def are_intact(slices: HeadSlices, *, error_bound: float) -> Array:
-    """Returns bool[1] for one shard: every digest matches its page and no error is over the bound.
-
-    If there are fewer digests than pages, they are those of every `SAMPLE`-th page.
-    """
+    """Returns bool[1] for one shard: every digest matches its page and no error is over the bound. If there are fewer
+    digests than pages, they are those of every `SAMPLE`-th page."""
     values, _, digests, errors = slices
     good = jnp.bool_(True)
     for index, sent in enumerate(digests):
@@ -147,10 +145,8 @@ def _digests_of(slices: HeadSlices, index: int, step: int) -> Array:
 
 
 def insert_shard(pools: list[Pool], pages: Array, slices: HeadSlices) -> list[Pool]:
-    """Joins the head slices of a shard, recuts them to the pools' page size and writes the pages in place.
-
-    `pools` and `pages` have the form that `pack_shard` takes.
-    """
+    """Joins the head slices of a shard, recuts them to the pools' page size and writes the pages in place. `pools` and
+    `pages` have the form that `pack_shard` takes."""
     page_size = stored(pools[0]).shape[3]
     packed = PackedPages(_joined(slices.values), _joined(slices.scales) if slices.scales else None, None)
     packed = recut(packed, page_size)
@@ -178,10 +174,8 @@ def recut(packed: PackedPages, page_size: int) -> PackedPages:
 
 
 def _recut_rows(rows: Array, page_size: int) -> Array:
-    """Recuts [L, n, heads, parts, size, D] to [L, n * size / page_size, heads, parts, page_size, D].
-
-    All pages are full.
-    """
+    """Recuts [L, n, heads, parts, size, D] to [L, n * size / page_size, heads, parts, page_size, D]. All pages are
+    full."""
     layers, count, heads, parts, size, width = rows.shape
     assert count * size % page_size == 0, (rows.shape, page_size)
     tokens = rows.transpose(0, 1, 4, 2, 3, 5).reshape(layers, -1, page_size, heads, parts, width)
@@ -197,12 +191,9 @@ KEPT = 64  # packs whose errors are not read yet; the errors of older ones are c
 
 
 class ErrorMonitor:
-    """Decides which layers of one source may be quantised. Only the packing thread calls it.
-
-    All processes of a mesh must pack alike. The leader decides for each part of a transfer from the errors of its
-    own shards (`lead`), and the other processes apply its decision (`follow`). The destination refuses their shards
-    that are over the bound.
-    """
+    """Decides which layers of one source may be quantised. Only the packing thread calls it. All processes of a mesh
+    must pack alike. The leader decides for each part of a transfer from the errors of its own shards (`lead`), and the
+    other processes apply its decision (`follow`). The destination refuses their shards that are over the bound."""
 
     def __init__(self, error_bound: float) -> None:
         self.error_bound = error_bound
@@ -218,10 +209,8 @@ class ErrorMonitor:
         return not any(set(run) & set(layers) for run in self.over)
 
     def lead(self) -> list[list[int]]:
-        """Fixes the decision until the next call, from the errors known now.
-
-        Returns the [start, stop) of layers sent raw.
-        """
+        """Fixes the decision until the next call, from the errors known now. Returns the [start, stop) of layers sent
+        raw."""
         self._read_errors()
         self._led = True
         return sorted([run.start, run.stop] for run in self.over)
@@ -262,20 +251,15 @@ class LandedKV:
 
 
 class TransferPrograms:
-    """One submesh's programs for sending and receiving pages; stages that share a submesh share them.
-
-    A TPU or GPU computes digests while it packs at no extra cost. A CPU reads the packed pages once more, so its
-    digests are a separate program that runs while the numbers are already being sent.
-    """
+    """One submesh's programs for sending and receiving pages; stages that share a submesh share them. A TPU or GPU
+    computes digests while it packs at no extra cost. A CPU reads the packed pages once more, so its digests are a
+    separate program that runs while the numbers are already being sent."""
 
     def __init__(
         self, submesh: Submesh, digests: Digests = Digests.FULL, error_bound: float = 1.0, *, scaled: bool = False
     ) -> None:
-        """Declares the programs of `submesh`.
-
-        `error_bound` is the largest accepted relative error of a layer that was quantised for the transfer. `scaled`
-        is True if pages are quantised.
-        """
+        """Declares the programs of `submesh`. `error_bound` is the largest accepted relative error of a layer that was
+        quantised for the transfer. `scaled` is True if pages are quantised."""
         self.submesh, self.digests = submesh, digests
         self.folds_apart = submesh.devices[0].platform == "cpu" and digests is not Digests.OFF
         self._packs: dict[tuple[int, str, str], Program] = {}
@@ -296,10 +280,8 @@ class TransferPrograms:
         )
 
     def pack(self, pools: Sequence[Pool], pages: np.ndarray, slice_heads: int, wire: str, dtype: str) -> HeadSlices:
-        """Packs pages of some layers into head slices; each array is one slice of every source shard.
-
-        `pages` are as `pools.places_in` returns them.
-        """
+        """Packs pages of some layers into head slices; each array is one slice of every source shard. `pages` are as
+        `pools.places_in` returns them."""
         packed = self.pack_program(slice_heads, wire, dtype)(list(pools), self.submesh.put(pages))
         return packed._replace(digests=self.fold_program(packed.numbers)) if self.folds_apart else packed
 
@@ -312,10 +294,8 @@ class TransferPrograms:
         return self._packs[key]
 
     def insert(self, pools: Sequence[Pool], pages: np.ndarray, landed: LandedKV) -> list[Pool]:
-        """Returns the pools of `landed.layers` (donated) with its pages written.
-
-        `pages` as `pools.places_in` returns them.
-        """
+        """Returns the pools of `landed.layers` (donated) with its pages written. `pages` as `pools.places_in` returns
+        them."""
         return self.insert_program(list(pools), self.submesh.put(pages), landed.slices.numbers)[0]
 
     def check(self, landed: LandedKV) -> Array | None:
@@ -359,10 +339,7 @@ class PackedKV:
     @property
     def device_arrays(self) -> list[Array]:
         """Returns the single-device arrays: kind by kind those for destination shard 0, then those for shard 1, and so
-        on.
-
-        Padding slices and shards of other processes have none.
-        """
+        on. Padding slices and shards of other processes have none."""
         shards = range(len(self.move.route.heads.slices))
         return [each for shard in shards for each in self.arrays_for(shard) if each is not None]
 
@@ -392,10 +369,8 @@ def pack_pages(
     monitor: ErrorMonitor | None = None,
 ) -> list[PackedKV]:
     """Packs the pages of `layers` (None: all) for stages of these shapes, in program order; returns without waiting.
-
-    The two sides may cut layers and heads differently. The page lists name the same tokens in pages of each side's
-    own size. `programs` are the source's. Layers that `monitor` does not allow are sent raw.
-    """
+    The two sides may cut layers and heads differently. The page lists name the same tokens in pages of each side's own
+    size. `programs` are the source's. Layers that `monitor` does not allow are sent raw."""
     wanted, number = None if layers is None else range(*layers), (len(source_pages), len(destination_pages))
     plan = plan_transfer(shapes_of(source), tuple(shapes), source[0].layout.num_kv_heads, number, wanted)
     packed = []
@@ -431,10 +406,8 @@ def ship_pages(
     wire: str = RAW,
     monitor: ErrorMonitor | None = None,
 ) -> tuple[list[LandedKV], list[PackedKV]]:
-    """Packs as `pack_pages` and starts the transfer to stages of this process.
-
-    Returns the slices on their way and the packed pages at the source.
-    """
+    """Packs as `pack_pages` and starts the transfer to stages of this process. Returns the slices on their way and the
+    packed pages at the source."""
     shapes = shapes_of(destination)
     packed = pack_pages(source, programs, shapes, source_pages, destination_pages, layers, wire, monitor)
     here = [each for each in packed if destination[each.stage].submesh.local_devices]
@@ -457,9 +430,7 @@ def slice_shapes(
     layout: KVLayout, dtype: str, layers: int, pages: int, heads: HeadPlan, digests: Digests, wire: str = RAW
 ) -> HeadSlices:
     """Returns the shapes of the arrays for one destination shard of a move of `layers` layers and `pages` pages.
-
-    `layout` is the source's; `dtype` is that of the destination's pages.
-    """
+    `layout` is the source's; `dtype` is that of the destination's pages."""
     shape = (2, heads.slice_heads, layout.parts, layout.page_size, layout.head_dim)
     pools = [pool_of(layout, shape, (*shape[:2], layout.parts * layout.page_size))] * layers
     ids = jax.ShapeDtypeStruct((pages,), jnp.int32)
@@ -473,10 +444,8 @@ def slice_shapes(
 def check_landed(
     stages: Sequence[PagesOfStage], programs: dict[Submesh, TransferPrograms], landed: Sequence[LandedKV]
 ) -> list[Array]:
-    """Starts to compare digests and errors. Returns bool[tp] for each move that brought some.
-
-    `programs` are the destination's.
-    """
+    """Starts to compare digests and errors. Returns bool[tp] for each move that brought some. `programs` are the
+    destination's."""
     verdicts = [programs[stages[each.stage].submesh].check(each) for each in landed]
     return [verdict for verdict in verdicts if verdict is not None]
 
@@ -492,10 +461,8 @@ def insert_landed(
 
 
 def send(packed: PackedKV, stage: PagesOfStage) -> LandedKV:
-    """Starts one put of every array to its destination device, shard by shard; returns without waiting.
-
-    If the stage spans processes, only the shards of this process are sent.
-    """
+    """Starts one put of every array to its destination device, shard by shard; returns without waiting. If the stage
+    spans processes, only the shards of this process are sent."""
     kinds, seats = packed.slices.kinds, Seats.of(stage, packed.width, len(packed.slices.kinds))
     arrays = [array for shard in seats.shards for array in packed.arrays_for(shard)]
     assert None not in arrays, f"stage {packed.stage} takes shards of another process, which only a transport brings"
@@ -530,10 +497,8 @@ class Seats:
         return [(self.submesh.devices[shard], self.padding[shard]) for shard in self.shards]
 
     def joined(self, arrays: Sequence[Array], kinds: Sequence[str]) -> HeadSlices:
-        """Joins received arrays into the destination's slices: slice j of all its shards becomes one array.
-
-        Padding becomes zeros of the shape of its kind; their digest is 0.
-        """
+        """Joins received arrays into the destination's slices: slice j of all its shards becomes one array. Padding
+        becomes zeros of the shape of its kind; their digest is 0."""
         received, number = iter(arrays), len(self.padding[0]) // len(kinds)
         rows = [[None if each else next(received) for each in padding] for _, padding in self._rows]
         like = [_first(each for row in rows for each in row[start : start + number])

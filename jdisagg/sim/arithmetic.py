@@ -16,10 +16,8 @@ DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp
 def dense(
     family: str, num_layers: int, hidden_size: int, heads: tuple[int, int], mlp: tuple[int, int], vocab_size: int
 ) -> ModelConfig:
-    """Returns a dense decoder with head dimension 128.
-
-    `heads`: query heads, KV heads. `mlp`: number of matrices, their width.
-    """
+    """Returns a dense decoder with head dimension 128. `heads`: query heads, KV heads. `mlp`: number of matrices, their
+    width."""
     return ModelConfig(family, vocab_size, hidden_size, mlp[1], num_layers, *heads, 128, 0, mlp_matrices=mlp[0])
 
 
@@ -74,10 +72,8 @@ def least_reuse_bytes_per_s(config: ModelConfig, tokens: float, flops: float, dt
 
 
 def least_disaggregation_bytes_per_s(kv_bytes: float, prefill_s: float, exposed: float = 0.0) -> float:
-    """Returns the bandwidth at which a streamed handoff ends at most `exposed` x prefill_s after prefill.
-
-    The link sends while prefill computes; at the end of prefill only one chunk's KV is left.
-    """
+    """Returns the bandwidth at which a streamed handoff ends at most `exposed` x prefill_s after prefill. The link
+    sends while prefill computes; at the end of prefill only one chunk's KV is left."""
     return kv_bytes / (prefill_s * (1.0 + exposed))
 
 

@@ -83,12 +83,9 @@ class Cluster(Simulation):
         fast_forward: bool = True,
         tiers: SimulatedTiers | None = None,
     ) -> None:
-        """Builds the cluster.
-
-        `message_s` is the time of a message between actors; `latency_s` is added to each KV part. `log` is written
-        to. With `fast_forward`, steps that only repeat are run together, with the same outcome and fewer events.
-        `tiers` runs page moves if workers have a tier below HBM.
-        """
+        """Builds the cluster. `message_s` is the time of a message between actors; `latency_s` is added to each KV
+        part. `log` is written to. With `fast_forward`, steps that only repeat are run together, with the same outcome
+        and fewer events. `tiers` runs page moves if workers have a tier below HBM."""
         super().__init__(workers, router, message_s)
         self.devices = {config.worker: Device(config) for config in workers}
         self.costs, self.log = dict(costs), log

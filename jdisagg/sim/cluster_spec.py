@@ -35,11 +35,9 @@ PortOf = Callable[[WorkerMesh], float]  # returns bytes per second of the worker
 
 
 def plain_settings(max_model_len: int, **other_settings: Any) -> Settings:
-    """Returns settings that match the engines of published results.
-
-    Sizes are constant, a dispatch has one decode step, a step has either prompts or decode rows, KV is shipped chunk
-    by chunk, and there is no prefix caching. `other_settings` override them.
-    """
+    """Returns settings that match the engines of published results. Sizes are constant, a dispatch has one decode step,
+    a step has either prompts or decode rows, KV is shipped chunk by chunk, and there is no prefix caching.
+    `other_settings` override them."""
     plain = {
         "page_size": NO_DEVICE_PAGE,
         "max_num_batched_tokens": NO_DEVICE_TOKENS,
@@ -114,10 +112,8 @@ def cluster_spec(
     **fields: Any,
 ) -> ClusterSpec:
     """Returns every worker of the mesh with its costs, configured as the server would be with these settings.
-
     `port_bytes_per_s`: of each worker, each way; FREE_LINK: its port takes no time. `fields`: fields of every
-    `WorkerConfig` that override the settings.
-    """
+    `WorkerConfig` that override the settings."""
     topology = hosts.topology(mesh) if isinstance(hosts, Hosts) else hosts
     found = {place.worker: cost_of(place) for place in mesh.workers()}
     costs = {worker: cost for worker, (cost, _) in found.items()}
@@ -150,11 +146,8 @@ def cluster_spec(
 def choose(
     mesh: MeshSpec, settings: Settings, found: Mapping[WorkerId, tuple[CostModel, int]]
 ) -> tuple[int, ChosenSizes]:
-    """Returns the page size and the sizes that the server would choose for these devices.
-
-    Costs of no known device (fits, kernel tables) get constants. `found`: each worker's costs and its capacity in
-    tokens.
-    """
+    """Returns the page size and the sizes that the server would choose for these devices. Costs of no known device
+    (fits, kernel tables) get constants. `found`: each worker's costs and its capacity in tokens."""
     decoding, prefilling = mesh.place_of(decodes=True), mesh.place_of(decodes=False)
     roofline, other = (_roofline(found[place.worker][0]) for place in (decoding, prefilling))
     if roofline is None or other is None:
@@ -193,10 +186,8 @@ def _kv_sizes(mesh: MeshSpec, place: WorkerMesh, cost: CostModel, page: int) -> 
 def with_tiers(
     given: ClusterSpec, tiers: TierSpec, dram_tokens: int = 0, disk_tokens: int = 0, *, peer_fetch: bool = False
 ) -> ClusterSpec:
-    """Returns the cluster with workers that keep tokens below HBM, and may fetch from each other.
-
-    Raises ConfigError for a ring.
-    """
+    """Returns the cluster with workers that keep tokens below HBM, and may fetch from each other. Raises ConfigError
+    for a ring."""
     for each in given.workers:
         if each.is_ring:
             raise ConfigError(f"{each.worker} is a ring of {each.decode.n}, which keeps no KV below HBM")
@@ -253,10 +244,8 @@ def by_device(devices: Mapping[Role, Hardware], roofline: Callable[[Hardware, in
 
 
 def devices_of(text: str) -> dict[Role, Hardware]:
-    """Parses devices by role, as "h100" (all) or "h100,decode:a100" (all but decode workers).
-
-    Raises ConfigError for an unknown chip or role, and for a role given twice.
-    """
+    """Parses devices by role, as "h100" (all) or "h100,decode:a100" (all but decode workers). Raises ConfigError for an
+    unknown chip or role, and for a role given twice."""
     chips: dict[str, Hardware] = {}
     for word in text.split(","):
         role, _, name = word.strip().rpartition(":")

@@ -120,11 +120,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class PublishedFit:
-    """Published fits: prefill = a + b·Σlen + c·Σlen²; decode = a + b·context + c·batch, one fit per batch range.
-
-    The source is DistServe (OSDI'24). A chunk from token s to token e counts e² - s² of the squares, as its queries
-    attend.
-    """
+    """Published fits: prefill = a + b·Σlen + c·Σlen²; decode = a + b·context + c·batch, one fit per batch range. The
+    source is DistServe (OSDI'24). A chunk from token s to token e counts e² - s² of the squares, as its queries
+    attend."""
 
     model: Model
     prefill: Line
@@ -161,10 +159,8 @@ def _among(rows: dict[str, Any], key: str, what: str) -> Any:
 
 
 def distserve_fit(name: str, tp: int, engine: str = "distserve", host_s: float = 0.0) -> PublishedFit:
-    """Returns the fits on A100-80G in FP16: opt-13b (TP 1, 2, 4), opt-66b (TP 2, 3, 4, 8).
-
-    Raises ConfigError for others.
-    """
+    """Returns the fits on A100-80G in FP16: opt-13b (TP 1, 2, 4), opt-66b (TP 2, 3, 4, 8). Raises ConfigError for
+    others."""
     sizes = _among(_among(_distserve(), engine, "engine"), name, "model")
     row = _among(sizes, str(tp), f"{name} at tp")
     lines = [Line(*(each / 1e3 for each in row[kind])) for kind in ("prefill", "decode_small", "decode_large")]
@@ -200,10 +196,8 @@ class Roofline:
         return self.host_s + self._linear_s(plan.num_tokens) + self._pairs_s(plan) + self._head_s(num_sampled(plan))
 
     def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
-        """Returns the seconds of a dispatch.
-
-        Each of several steps reads all weights and its KV, the host is paid once.
-        """
+        """Returns the seconds of a dispatch. Each of several steps reads all weights and its KV, the host is paid
+        once."""
         batch, steps = len(plan.active), plan.num_turns
         read = context_tokens - (plan.most_tokens - batch) / 2 if steps > 1 else context_tokens  # at the mean step
         return self.host_s + steps * (self._linear_s(batch) + self._read_s(read) + self._head_s(batch))
@@ -227,10 +221,8 @@ class Roofline:
         return flops / (self.chip.flops * self.chip.prefill_attention)
 
     def _read_s(self, context_tokens: float) -> float:
-        """Returns the seconds of reading KV, linear in context_tokens, which may be an array.
-
-        One token's bytes and FLOPs decide which of the two takes longer.
-        """
+        """Returns the seconds of reading KV, linear in context_tokens, which may be an array. One token's bytes and
+        FLOPs decide which of the two takes longer."""
         longer = self._scores_s if self._scores_s(1) > self._kv_s(1) else self._kv_s
         return longer(context_tokens)
 
@@ -253,10 +245,8 @@ class Roofline:
         return self._matrices_s(params, params, rows) if rows else 0.0
 
     def _matrices_s(self, active: float, read: float, rows: int) -> float:
-        """Returns the seconds of one shard's matrices.
-
-        `active`: weights that each row multiplies by. `read`: weights that all rows together read.
-        """
+        """Returns the seconds of one shard's matrices. `active`: weights that each row multiplies by. `read`: weights
+        that all rows together read."""
         compute_s = 2 * active * rows / (self.chip.flops_of(self.weight_dtype) * self.chip.gemm)
         read_bytes = read * number_bytes(self.weight_dtype)
         return max(compute_s, read_bytes / (self.chip.hbm_bytes_per_s * self.chip.skinny))
@@ -272,10 +262,8 @@ class Roofline:
         return 2 * self.model.config.num_layers * one_s
 
     def kv_tokens(self, pp: int = 1) -> int:
-        """Returns the KV tokens that fit beside the weights on tp x pp devices.
-
-        Raises ConfigError if the weights do not fit.
-        """
+        """Returns the KV tokens that fit beside the weights on tp x pp devices. Raises ConfigError if the weights do
+        not fit."""
         room = MEMORY_SHARE * self.chip.hbm_bytes * self.tp * pp - self.weight_bytes
         if room <= 0:
             devices = f"{self.tp * pp} x {self.chip.name}"

@@ -29,11 +29,8 @@ class Expected:
 
 
 def expected(work: Work, chip: Hardware, weight_dtype: str, exposed_s: float) -> Expected:
-    """Returns the expected seconds of the work.
-
-    `weight_dtype`: dtype of the matrix products. `exposed_s`: exposed collective time of the compiled program's
-    schedule.
-    """
+    """Returns the expected seconds of the work. `weight_dtype`: dtype of the matrix products. `exposed_s`: exposed
+    collective time of the compiled program's schedule."""
     kv_s = work.kv_bytes / (chip.hbm_bytes_per_s * chip.decode_attention)
     return Expected(multiplying(work, chip, weight_dtype), kv_s, exposed_s)
 

@@ -76,10 +76,8 @@ class FastForward:
         return self.round_of[index].microbatch, float(self._seconds[index][times])
 
     def take(self, steps: int, flying: Sequence[StepPlan]) -> list[tuple[DecodeRows, Span]]:
-        """Advances the device by `steps` ends and returns the plans that ran with their spans.
-
-        `flying`: the steps dispatched last. Back-to-back steps of one stage are one span.
-        """
+        """Advances the device by `steps` ends and returns the plans that ran with their spans. `flying`: the steps
+        dispatched last. Back-to-back steps of one stage are one span."""
         device, first = self.device, self.taken
         self.taken = stop = first + steps
         for index, plan in enumerate(self.round_of):
@@ -171,10 +169,8 @@ def _takes_arrays(kind: type[CostModel]) -> bool:
 
 
 def _seconds(device: Device, cost: CostModel, plan: DecodeRows, steps: int) -> np.ndarray:
-    """Returns f64[steps], the seconds of repeated steps like the plan.
-
-    Each reads one token per slot more than the last.
-    """
+    """Returns f64[steps], the seconds of repeated steps like the plan. Each reads one token per slot more than the
+    last."""
     contexts = device.held_tokens(plan.active) + len(plan.active) * np.arange(1, steps + 1)
     if _takes_arrays(type(cost)):
         return cast(ManySteps, cost).steps_s(plan, contexts)
@@ -195,12 +191,9 @@ class Names(NamedTuple):
     number: int  # number of the request
 
     def of_pages(self, start: int, stop: int, page_size: int) -> tuple[PageHash, ...]:
-        """Returns the hashes of the full pages of tokens [start, stop).
-
-        A hash is made of the block in which a page ends and the offset there; hashes of unique pages are odd. Two
-        pages have one hash exactly if they end at the same offset of equal block paths, even if page and block sizes
-        do not divide each other.
-        """
+        """Returns the hashes of the full pages of tokens [start, stop). A hash is made of the block in which a page
+        ends and the offset there; hashes of unique pages are odd. Two pages have one hash exactly if they end at the
+        same offset of equal block paths, even if page and block sizes do not divide each other."""
         last = np.arange(start + page_size - 1, stop, page_size, dtype=np.int64)
         known, unique = last[last < self.tokens], last[last >= self.tokens]
         named = self.blocks[known // self.block_tokens] * self.block_tokens + known % self.block_tokens
@@ -262,10 +255,8 @@ class NamedPrompts:
 
 
 class PrefixLookups:
-    """Lookup counts by role.
-
-    A prompt is looked up where it is computed, and at the decode worker if that is another.
-    """
+    """Lookup counts by role. A prompt is looked up where it is computed, and at the decode worker if that is
+    another."""
 
     def __init__(self, workers: Sequence[WorkerConfig]) -> None:
         self._roles = {config.worker: config.role for config in workers if config.prefix_caching}

@@ -128,8 +128,6 @@ EMBEDDED = Path(__file__).parent.parent / "embedded"
 
 def model_of(name: str) -> ModelConfig:
     """Returns the configuration for a name of `sim/arithmetic.py`, a Hugging Face folder, or "" (the embedded model).
-
-    Raises ConfigError or CheckpointError.
-    """
+    Raises ConfigError or CheckpointError."""
     folder = Path(name) if name else EMBEDDED
     return replace(read_config(folder), family=folder.name) if folder.is_dir() else model(name)

@@ -86,10 +86,8 @@ class FairLinks:
 
 class DomainLinks(FairLinks):
     """Ports named (direction, worker), and behind those of one domain's workers its uplink, named (direction, domain).
-
     Domains are nested: a host, its rack, its pod. A flow crosses the uplinks of the domains that contain only one of
-    its ends: a flow between two workers of one host crosses their ports and no NIC.
-    """
+    its ends: a flow between two workers of one host crosses their ports and no NIC."""
 
     def __init__(self, bytes_per_s: Mapping[Hashable, float], places: Mapping[Hashable, tuple[str, ...]]) -> None:
         """Sets up the ports. `places`: the domains of each worker, innermost first, with unique names."""

@@ -100,11 +100,8 @@ class Measured:
         return self.host.prefill_s + surface.at(tokens, context)
 
     def mixed_s(self, prefill: PrefillChunks, decode: DecodeRows, context_tokens: int) -> float:
-        """Returns the seconds of a mixed step.
-
-        They are those of the chunks' step with one more row per decode sequence, plus the decode rows' reads beyond
-        their first page.
-        """
+        """Returns the seconds of a mixed step. They are those of the chunks' step with one more row per decode
+        sequence, plus the decode rows' reads beyond their first page."""
         assert self.steps is not None, "a worker that decodes has times of steps"
         batch, tokens = max(1, len(decode.active)), max(1, prefill.num_tokens)
         read_s = self.steps.at(batch, context_tokens / batch) - self.steps.at(batch, 0)
@@ -165,10 +162,8 @@ def transfer_line_of(transfers: Sequence[TransferTime], wire: str = RAW) -> Tran
 def cluster_spec_of(
     profile: Profile, mesh: MeshSpec, transfer: TransferMode | None = None, *, prefix_caching: bool = False
 ) -> ClusterSpec:
-    """Workers of the profile's own sizes on any mesh whose kinds of workers it has times for. Raises ConfigError.
-
-    Times of chunks and of steps may come from pools of other roles: what counts is the devices of one stage.
-    """
+    """Workers of the profile's own sizes on any mesh whose kinds of workers it has times for. Raises ConfigError. Times
+    of chunks and of steps may come from pools of other roles: what counts is the devices of one stage."""
     transfer_line = transfer_line_of(profile.transfers)
     workers, costs, ports = [], {}, {}
     for place in mesh.workers():
@@ -223,10 +218,8 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
 
 
 def _prefill_stages(profile: Profile, place: WorkerMesh, like: WorkerConfig) -> dict[str, Any]:
-    """Returns the stage fields of a prefill worker.
-
-    A pipeline divides the time of a chunk, which is that of all stages.
-    """
+    """Returns the stage fields of a prefill worker. A pipeline divides the time of a chunk, which is that of all
+    stages."""
     if not (place.role is Role.PREFILL and place.pp > 1):
         return {"prefill_stages": 1}
     groups = tuple((run.start, run.stop) for run in split_prefill(profile.num_layers, place.pp))

@@ -185,10 +185,8 @@ class Point:
 
     @staticmethod
     def of(outcome: Outcome, rate_rps: float, slo: SLO, devices: int) -> Point:
-        """Returns the point of a run.
-
-        `rate_rps` is the arrival rate on the clock, not over the run, which ends later.
-        """
+        """Returns the point of a run. `rate_rps` is the arrival rate on the clock, not over the run, which ends
+        later."""
         attainment = outcome.attainment(slo.ttft_s, slo.tpot_s)
         good = attainment * len(outcome.records) / max(outcome.span_s, 1e-9) / devices
         spreads = [_quantiles(outcome.values(metric), (50, 99)) for metric in ("TTFT", "TPOT")]
@@ -196,10 +194,8 @@ class Point:
 
 
 def goodput_rps(points: Sequence[Point], share: float) -> float:
-    """Returns the rate up to which at least `share` of the requests are good, interpolated between rates.
-
-    Returns 0 if the lowest rate fails already, and the highest rate, then a lower bound, if none fails.
-    """
+    """Returns the rate up to which at least `share` of the requests are good, interpolated between rates. Returns 0 if
+    the lowest rate fails already, and the highest rate, then a lower bound, if none fails."""
     ordered = sorted(points, key=lambda point: point.rate_rps)
     if not ordered or ordered[0].attainment < share:
         return 0.0

@@ -120,10 +120,8 @@ def between(began_s: float, ended_s: float) -> float:
 
 
 def measure(header: Header, entries: Iterable[Recorded]) -> Measured:
-    """Returns the durations of a journal that has all of its actors.
-
-    Raises JournalError if its events do not lead to the recorded effects.
-    """
+    """Returns the durations of a journal that has all of its actors. Raises JournalError if its events do not lead to
+    the recorded effects."""
     actors, stopwatch = actors_of(header), Stopwatch()
     for number, recorded in enumerate(entries, 1):
         effects = decide(actors, recorded, number)
@@ -188,10 +186,8 @@ class Stopwatch(Unheeded):
         return False
 
     def _message_received(self, sender: WorkerId, message: Message, entry: Entry) -> bool:
-        """Pairs a message with its sending, in order per sender and receiver.
-
-        Other messages came from another process.
-        """
+        """Pairs a message with its sending, in order per sender and receiver. Other messages came from another
+        process."""
         waiting = self._sent[sender, entry.actor]
         if not waiting or waiting[0][2] != message:
             return False

@@ -68,11 +68,8 @@ def keeps_role(worker: WorkerId) -> frozenset[Role]:
 
 
 class ScaledCluster(Cluster):
-    """A cluster with role changes.
-
-    `scaling` None: roles change only by `flip`. `becomes`: a worker's configuration in another role. `can_be`: the
-    roles that a worker may take.
-    """
+    """A cluster with role changes. `scaling` None: roles change only by `flip`. `becomes`: a worker's configuration in
+    another role. `can_be`: the roles that a worker may take."""
 
     def __init__(
         self,
@@ -152,10 +149,8 @@ class ScaledCluster(Cluster):
 
 
 def scaled(given: ClusterSpec, scaling: Scaling, costs: FlipCosts, *, flips: bool, **named: Any) -> ScaledCluster:
-    """Returns the cluster of a spec with an autoscaler, which changes roles or only reports.
-
-    Raises ConfigError for workers whose costs in another role are unknown.
-    """
+    """Returns the cluster of a spec with an autoscaler, which changes roles or only reports. Raises ConfigError for
+    workers whose costs in another role are unknown."""
     if given.slowdown or given.tiers is not None:
         raise ConfigError("--autoscale: neither shared cores nor tiers are simulated beside it: leave out one")
     cuts = {config.worker: (config.num_microbatches, config.num_pages) for config in given.workers}

@@ -145,10 +145,8 @@ class SharedCluster(Cluster):
             self._next_due()
 
     def _begin_step(self, actor: WorkerId, effect: RunStep) -> None:
-        """Starts a step.
-
-        A prefill worker without stages runs its layer groups one by one and sends each group's KV at its end.
-        """
+        """Starts a step. A prefill worker without stages runs its layer groups one by one and sends each group's KV at
+        its end."""
         plan, config = effect.plan, self.workers[actor].config
         seconds, unsent = (
             self.devices[actor].step_s(plan, self.costs[actor]),
@@ -186,10 +184,8 @@ class SharedCluster(Cluster):
 
 
 def simulated(given: ClusterSpec, **named: Any) -> Cluster:
-    """Returns the cluster of a spec; `named` are further arguments of `SimulatedCluster`.
-
-    Raises ConfigError if a worker mixes steps and its costs do not know mixed steps.
-    """
+    """Returns the cluster of a spec; `named` are further arguments of `SimulatedCluster`. Raises ConfigError if a
+    worker mixes steps and its costs do not know mixed steps."""
     for config in given.workers:
         cost = given.costs[config.worker]
         if config.mixed_steps and not isinstance(cost, MixedCostModel):

@@ -94,11 +94,8 @@ Curve = list[tuple[float, int]]  # (at_s, count from then on), one entry per cha
 
 @dataclass(slots=True)
 class SpanLog:
-    """Work spans in order of dispatch, and page use.
-
-    `pages`: used pages of each worker. `lies`: tokens by location, of workers that keep any. `came`: tokens loaded
-    into HBM from a lower tier or from another worker.
-    """
+    """Work spans in order of dispatch, and page use. `pages`: used pages of each worker. `lies`: tokens by location, of
+    workers that keep any. `came`: tokens loaded into HBM from a lower tier or from another worker."""
 
     spans: list[WorkSpan] = field(default_factory=list)
     pages: dict[WorkerId, Curve] = field(default_factory=dict[WorkerId, Curve])
@@ -248,10 +245,8 @@ class EventQueue:
         heapq.heappush(self._timers, (at_s, next(self._ties), actor, TimerFired(key)))
 
     def arm(self, at_s: float, actor: WorkerId, key: str) -> None:
-        """Makes the timer count only if it fires at `at_s`.
-
-        A caller other than `set_timer` must also push its event.
-        """
+        """Makes the timer count only if it fires at `at_s`. A caller other than `set_timer` must also push its
+        event."""
         self._armed[actor, key] = at_s
 
     def is_armed(self, at_s: float, actor: WorkerId, key: str) -> bool:

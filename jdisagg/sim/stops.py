@@ -24,10 +24,8 @@ class Seat:
 
 @dataclass(slots=True)
 class Stops:
-    """The simulated stop tokens of all requests. Steps must be passed in their order.
-
-    `lengths`: output tokens of each request, the last of which is the stop.
-    """
+    """The simulated stop tokens of all requests. Steps must be passed in their order. `lengths`: output tokens of each
+    request, the last of which is the stop."""
 
     lengths: Mapping[RequestId, int] = field(default_factory=dict[RequestId, int])
     _slots: dict[tuple[WorkerId, int], Seat] = field(default_factory=dict[tuple[WorkerId, int], Seat])

@@ -89,11 +89,8 @@ class SimulatedTiers:
         self._free_s: dict[tuple[WorkerId, Tier, bool], float] = {}  # when each queue is free: worker, tier, is_down
 
     def begin(self, worker: WorkerId, move: PageMove, now_s: float, ready_s: float) -> tuple[float, PagesMoved]:
-        """Starts a move; returns its end and result.
-
-        `ready_s` is the time from which the worker's devices can give pages of HBM, which are packed in program
-        order.
-        """
+        """Starts a move; returns its end and result. `ready_s` is the time from which the worker's devices can give
+        pages of HBM, which are packed in program order."""
         names, is_down = unpacked(move.names), move.destination is not Tier.HBM
         queue = worker, (move.destination if is_down else move.source), is_down
         good = tuple(self.pool.get(name, now_s) for name in names) if move.source is Tier.POOL else (True,) * len(names)
@@ -140,10 +137,8 @@ class SimulatedTiers:
 def tier_speeds(
     mesh: MeshSpec, devices: Mapping[Role, Hardware], given: Mapping[Tier, float]
 ) -> dict[WorkerId, Speeds]:
-    """Returns the speeds of each worker: its devices' shares of their host, added up.
-
-    `given` are the bytes per second per worker that are set explicitly.
-    """
+    """Returns the speeds of each worker: its devices' shares of their host, added up. `given` are the bytes per second
+    per worker that are set explicitly."""
 
     def rate(chip: Hardware, count: int, tier: Tier) -> float:
         per_device = {Tier.DRAM: chip.host_bytes_per_s, Tier.DISK: chip.disk_bytes_per_s}

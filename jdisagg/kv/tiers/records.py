@@ -94,10 +94,8 @@ class RecordLayout:
         return cut.view(part.dtype).reshape(len(records), *part.shape)
 
     def fingerprint(self, model: str) -> str:
-        """Returns 32 hexadecimal digits that are equal if and only if records mean the same.
-
-        `model` begins with the model's own fingerprint, whose first 12 digits begin the result.
-        """
+        """Returns 32 hexadecimal digits that are equal if and only if records mean the same. `model` begins with the
+        model's own fingerprint, whose first 12 digits begin the result."""
         what = f"{VERSION} {model} {self.layout} {self.wire} {self.digests is Digests.FULL}"
         if self.draft is not None:
             what += f" {self.draft}"
@@ -115,10 +113,8 @@ def kept_slices(slices: HeadSlices, digests: Digests) -> HeadSlices:
 
 
 def fill_records(form: RecordLayout, records: np.ndarray, packed: Sequence[PackedKV], error_bound: float) -> bool:
-    """Copies the packed pages for `form.shapes` into records, waiting for them.
-
-    Returns False if an error is over the bound.
-    """
+    """Copies the packed pages for `form.shapes` into records, waiting for them. Returns False if an error is over the
+    bound."""
     for each in packed:
         start, stop = each.move.span.source
         heads, layers = each.move.route.heads, each.layers
@@ -185,10 +181,8 @@ DIGEST_BYTES = 16
 
 
 def digest_of(record: np.ndarray) -> bytes:
-    """Returns the digest of u8[n]: sums of words by column, hashed.
-
-    It detects accidental damage; it does not protect against deliberate changes.
-    """
+    """Returns the digest of u8[n]: sums of words by column, hashed. It detects accidental damage; it does not protect
+    against deliberate changes."""
     words = record[: len(record) // 8 * 8].view(np.uint64)
     whole = len(words) // ROW * ROW
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)

@@ -29,17 +29,13 @@ class Store(Protocol):
     """A store of page records. Reader threads call it; calls block. Raises OSError if the store does not answer."""
 
     def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """Stores u8[n, record_bytes] under page numbers (a worker's tiers) or names (the shared pool).
-
-        Returns True for each page that was stored.
-        """
+        """Stores u8[n, record_bytes] under page numbers (a worker's tiers) or names (the shared pool). Returns True for
+        each page that was stored."""
         ...
 
     def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """Fills records; False for a page that is absent or differs from what was put.
-
-        Its record may then hold anything.
-        """
+        """Fills records; False for a page that is absent or differs from what was put. Its record may then hold
+        anything."""
         ...
 
     def close(self) -> None: ...
@@ -135,11 +131,8 @@ class DiskStore:
         return (name, digest) if check and check == _check_of(name, digest) else None
 
     def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """Writes the pages in the caller's thread.
-
-        A file system allows one write to a file at a time. Computing digests in other threads costs more in
-        switching than it saves.
-        """
+        """Writes the pages in the caller's thread. A file system allows one write to a file at a time. Computing
+        digests in other threads costs more in switching than it saves."""
         return tuple(self._put(*each) for each in zip(pages, names, records, strict=True))
 
     def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:

@@ -75,11 +75,8 @@ class Deadline:
         self.left_s()
 
     def wait_computed(self, arrays: Sequence[Array], look: Callable[[], None] = lambda: None) -> None:
-        """Waits until every array is computed, by polling, since `block_until_ready` takes no deadline.
-
-        `look` is called between two polls. Raises TransferRefused if an array was deleted or donated, or its program
-        failed.
-        """
+        """Waits until every array is computed, by polling, since `block_until_ready` takes no deadline. `look` is
+        called between two polls. Raises TransferRefused if an array was deleted or donated, or its program failed."""
         pause_s, longest_s = POLL_S
         for array in arrays:
             while not _is_computed(array, self.what):

@@ -363,10 +363,8 @@ class Endpoint:
         return arrays
 
     def _arrival_s(self, ticket: Ticket, grant: dict[str, Any]) -> float:
-        """Returns the earliest arrival time of the bytes: 0, or the time that the emulated link needs.
-
-        The time in which the source copied the bytes before its grant counts as part of the transfer.
-        """
+        """Returns the earliest arrival time of the bytes: 0, or the time that the emulated link needs. The time in
+        which the source copied the bytes before its grant counts as part of the transfer."""
         if self.config.link is None:
             return 0.0
         copied_s = grant.get("copied_s", 0.0)
@@ -376,10 +374,8 @@ class Endpoint:
 
     @contextlib.contextmanager
     def _closed_on_failure(self, ticket: Ticket, connection: Connection):
-        """Lets `cancel` cut the connection.
-
-        A refusal keeps it open; any other error closes it, which informs the source.
-        """
+        """Lets `cancel` cut the connection. A refusal keeps it open; any other error closes it, which informs the
+        source."""
         self._pulls[ticket.id][1].append(connection)
         try:
             yield

@@ -40,10 +40,8 @@ LINGER_S = 5.0  # the server's own timeout is only a second safeguard after ours
 
 
 def jax_transfer(config: TransportConfig) -> Endpoint:
-    """Returns an endpoint between two processes of one jax version.
-
-    Each array goes between single devices of one platform.
-    """
+    """Returns an endpoint between two processes of one jax version. Each array goes between single devices of one
+    platform."""
     return Endpoint(config, JaxBackend(config))
 
 

@@ -82,10 +82,8 @@ class OfferTable:
         return offer
 
     def grant(self, number: int) -> Offer:
-        """Returns the offer and marks it pulled.
-
-        Raises TransferRefused if it is unknown, has ended or was pulled before.
-        """
+        """Returns the offer and marks it pulled. Raises TransferRefused if it is unknown, has ended or was pulled
+        before."""
         with self._lock:
             offer = self._offers.get(number)
             if offer is None:
@@ -233,10 +231,8 @@ class _Handshake:
 
 
 class PendingHandshakes:
-    """Peers in the middle of their handshake: at most `limit`, each for at most `timeout_s` seconds.
-
-    Any thread may call.
-    """
+    """Peers in the middle of their handshake: at most `limit`, each for at most `timeout_s` seconds. Any thread may
+    call."""
 
     def __init__(self, limit: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._timeout_s, self._clock = limit, timeout_s, clock
@@ -248,10 +244,8 @@ class PendingHandshakes:
 
     @contextmanager
     def admit(self, host: str, cut: Callable[[], object]) -> Iterator[None]:
-        """Counts a peer as pending for the `with` block; `cut` may end it from any thread.
-
-        Raises PeerDead if it was called.
-        """
+        """Counts a peer as pending for the `with` block; `cut` may end it from any thread. Raises PeerDead if it was
+        called."""
         handshake = _Handshake(host, self._clock(), cut)
         with self._lock:
             self._pending[handshake] = None

@@ -69,10 +69,8 @@ def anonymous(size: int) -> mmap.mmap:
 
 
 class Buffers:
-    """A pool of anonymous memory, at most `limit_bytes` leased and spare together. Any thread may call.
-
-    With another `make`, which may register its memory with a device, buffers are kept until the end.
-    """
+    """A pool of anonymous memory, at most `limit_bytes` leased and spare together. Any thread may call. With another
+    `make`, which may register its memory with a device, buffers are kept until the end."""
 
     def __init__(self, limit_bytes: int, make: Callable[[int], mmap.mmap] = anonymous) -> None:
         self.limit_bytes, self._make = limit_bytes, make

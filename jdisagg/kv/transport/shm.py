@@ -78,20 +78,16 @@ class Segments:
         return segment
 
     def descriptor(self, number: int) -> int:
-        """Returns a duplicate descriptor of the ticket's segment; the caller closes it.
-
-        Raises TransferCancelled if it ended.
-        """
+        """Returns a duplicate descriptor of the ticket's segment; the caller closes it. Raises TransferCancelled if it
+        ended."""
         with self._lock:
             if number not in self._used:
                 raise TransferCancelled(f"offer {number} ended before its segment was sent")
             return os.dup(self._used[number].descriptor)
 
     def release(self, number: int, reuse: bool) -> None:
-        """Returns the ticket's segment to the spare ones, or closes it if a peer may still read it.
-
-        A closed segment is never written again; its memory lives until the peer unmaps it.
-        """
+        """Returns the ticket's segment to the spare ones, or closes it if a peer may still read it. A closed segment is
+        never written again; its memory lives until the peer unmaps it."""
         with self._lock:
             segment = self._used.pop(number, None)
             if segment is None:
@@ -162,11 +158,8 @@ class Mappings:
     def adopt(
         self, number: int, address: str, descriptor: int, specs: Sequence[ArraySpec], alive: Sequence[int]
     ) -> list[np.ndarray]:
-        """Returns read-only views of a peer's segment and closes the descriptor.
-
-        Raises TransferRefused if the segment is too short or not sealed. Mappings of `address` not in `alive` are
-        dropped.
-        """
+        """Returns read-only views of a peer's segment and closes the descriptor. Raises TransferRefused if the segment
+        is too short or not sealed. Mappings of `address` not in `alive` are dropped."""
         try:
             inode = _checked_inode(descriptor, offsets_of(specs)[1])
             with self._lock:
@@ -277,10 +270,8 @@ class ShmBackend:
         return {"segments": self._segments.inodes()}
 
     def send(self, offer: Offer, connection: Connection) -> None:
-        """Copies the arrays into the segment and then drops them.
-
-        For a long copy the descriptor is sent ahead, so that the destination maps the segment meanwhile.
-        """
+        """Copies the arrays into the segment and then drops them. For a long copy the descriptor is sent ahead, so that
+        the destination maps the segment meanwhile."""
         arrays, segment, long = list(offer.arrays), offer.staged, offer.ticket.nbytes >= LONG_BYTES
         offer.deadline.left_s()  # an offer is called off before its arrays are dropped, so here all of them are there
         if long:

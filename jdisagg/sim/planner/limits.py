@@ -88,10 +88,8 @@ class Arithmetic:
         self._carried: dict[Hashable, tuple[float, float]] = {}
 
     def limits(self, candidate: Candidate) -> Limits:
-        """Returns a candidate's limits.
-
-        Raises `InfeasibleError` with what is needed and what there is, or ConfigError if the candidate cannot be built.
-        """
+        """Returns a candidate's limits. Raises `InfeasibleError` with what is needed and what there is, or ConfigError
+        if the candidate cannot be built."""
         given = self.problem.build(candidate)
         first, last = candidate.mesh.pools[0], candidate.mesh.pools[-1]
         first_key, prefill = self._prefill(given, first)
@@ -226,10 +224,8 @@ def _queue_limit(objectives: Objectives, prefill: Prefill, workers: int, decode:
 
 
 def _waits(arrivals: np.ndarray, service_s: np.ndarray, workers: int) -> np.ndarray:
-    """Returns the seconds before each prompt begins.
-
-    The method is Lindley's recursion (1952), for several servers that of Kiefer and Wolfowitz.
-    """
+    """Returns the seconds before each prompt begins. The method is Lindley's recursion (1952), for several servers that
+    of Kiefer and Wolfowitz."""
     free, waits = [0.0] * workers, np.empty(len(arrivals))
     for index, (at_s, service) in enumerate(zip(arrivals.tolist(), service_s.tolist(), strict=True)):
         begins_s = max(at_s, heapq.heappop(free))
@@ -246,11 +242,9 @@ class Decode:
         self.means = workload.means
 
     def step_s(self, batch: float) -> float:
-        """Returns the seconds of one microbatch of `batch` sequences through all stages.
-
-        With several steps per dispatch, they are those of one step of the longest dispatch, which on one stage is
-        limited by the gap between tokens.
-        """
+        """Returns the seconds of one microbatch of `batch` sequences through all stages. With several steps per
+        dispatch, they are those of one step of the longest dispatch, which on one stage is limited by the gap between
+        tokens."""
         active, steps = tuple(range(max(1, round(batch)))), self.config.decode.steps_per_dispatch
         if self.config.is_multi_step:
             steps = max(1, min(steps, int(MOST_GAP_S / self._dispatch_step_s(active, 1))))
@@ -288,10 +282,8 @@ class Decode:
         return room / (seconds + prompt_s)
 
     def loaded_step_s(self, rate: float, shared: Prefill) -> float:
-        """Returns the seconds of a decode step between two chunks at the batch of `rate`.
-
-        Inf if the rate is too high.
-        """
+        """Returns the seconds of a decode step between two chunks at the batch of `rate`. Inf if the rate is too
+        high."""
         tpot_s, stages = self.step_s(1), self.config.num_microbatches
         for _ in range(20):
             batch = rate * self.means.output_tokens * tpot_s / stages
@@ -342,10 +334,8 @@ def prefill_replicas(
 
 
 def decode_replicas(rate_rps: float, osl: float, decode_thpt_per_gpu: float, decode_engine_gpus: int) -> int:
-    """Returns the decode engines for a rate.
-
-    The throughput is that at `corrected_itl` and the mean tokens that a step reads (in Dynamo isl + osl / 2).
-    """
+    """Returns the decode engines for a rate. The throughput is that at `corrected_itl` and the mean tokens that a step
+    reads (in Dynamo isl + osl / 2)."""
     return max(1, math.ceil(rate_rps * osl / decode_thpt_per_gpu / decode_engine_gpus))
 
 
@@ -375,9 +365,7 @@ def estimates(
     d_correction_factor: float = 1.0,
 ) -> list[Estimate]:
     """Returns the engines of each pair of shapes (disaggregated candidates, counts ignored), fewest devices first.
-
-    Throughputs are those of the candidate's costs. Pairs that cannot be built are left out.
-    """
+    Throughputs are those of the candidate's costs. Pairs that cannot be built are left out."""
     objectives = problem.objectives
     aimed = replace(objectives, tpot_s=corrected_itl(objectives.tpot_s, d_correction_factor))
     arithmetic = Arithmetic(replace(problem, objectives=aimed))

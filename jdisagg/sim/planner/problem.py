@@ -37,11 +37,8 @@ class Objectives:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests by their lengths.
-
-    The same seed draws the same requests and the same gaps at every rate, only scaled (common random numbers). So
-    candidates and rates do not differ by chance.
-    """
+    """Requests by their lengths. The same seed draws the same requests and the same gaps at every rate, only scaled
+    (common random numbers). So candidates and rates do not differ by chance."""
 
     lengths: Trace
     is_recorded: bool = False  # recorded arrivals with scaled gaps; else Poisson
@@ -85,11 +82,8 @@ class Means:
 
 @dataclass(frozen=True)
 class Problem:
-    """A workload, objectives and a builder of clusters.
-
-    `build` makes a candidate's workers; it raises ConfigError for an impossible one, for example if weights do not
-    fit.
-    """
+    """A workload, objectives and a builder of clusters. `build` makes a candidate's workers; it raises ConfigError for
+    an impossible one, for example if weights do not fit."""
 
     workload: Workload
     objectives: Objectives

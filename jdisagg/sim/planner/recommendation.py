@@ -40,10 +40,8 @@ class Gain:
 
 
 def gain(one: Shortlisted, other: Shortlisted, tolerance: float) -> Gain:
-    """Compares goodputs seed by seed, on the same requests.
-
-    The noise is two standard errors, or the tolerance of the bisection if greater.
-    """
+    """Compares goodputs seed by seed, on the same requests. The noise is two standard errors, or the tolerance of the
+    bisection if greater."""
     ratios = np.array(one.goodputs) / np.maximum(other.goodputs, 1e-12) - 1.0
     spread = 2 * float(ratios.std(ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
     return Gain(float(ratios.mean()), max(spread, tolerance))
@@ -172,10 +170,8 @@ def _spare(shortlisted: Shortlisted) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """The capacity left at a requested rate.
-
-    `share`: the winner's spare capacity relative to that rate; negative if it cannot carry the rate.
-    """
+    """The capacity left at a requested rate. `share`: the winner's spare capacity relative to that rate; negative if it
+    cannot carry the rate."""
 
     asked_rps: float
     share: float
@@ -200,10 +196,8 @@ CHALLENGERS = 2  # of each architecture, in addition to the shortlist
 
 @dataclass(frozen=True, slots=True)
 class Varied:
-    """The winner of a variant of the problem.
-
-    `goodput`: of the original winner in the variant. `best`: goodput of the variant's winner.
-    """
+    """The winner of a variant of the problem. `goodput`: of the original winner in the variant. `best`: goodput of the
+    variant's winner."""
 
     name: str
     goodput: float

@@ -149,11 +149,8 @@ def _busy(part: Candidate, outcome: Outcome, cluster: Cluster) -> dict[Role, flo
 
 
 def highest(holds: Callable[[float], bool], low: float, high: float, tolerance: float) -> float:
-    """Returns the highest rate that holds, to `tolerance`; `low` is known to hold (0 always does).
-
-    `high` is assumed not to hold. It is tried only if all rates below it did, and then the search continues above
-    it.
-    """
+    """Returns the highest rate that holds, to `tolerance`; `low` is known to hold (0 always does). `high` is assumed
+    not to hold. It is tried only if all rates below it did, and then the search continues above it."""
     for _ in range(MOST_STEPS):
         top = high
         while high - low > tolerance * high:
@@ -182,10 +179,8 @@ class BoundedCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A candidate's goodput in requests/s per paid device.
-
-    If not `is_exact`, the goodput only lies below a rate that was missed.
-    """
+    """A candidate's goodput in requests/s per paid device. If not `is_exact`, the goodput only lies below a rate that
+    was missed."""
 
     bounded: BoundedCandidate
     goodput: float
@@ -275,11 +270,8 @@ class Search:
         return Found(self.measure_all(_shortlist(leaders)), self.counts, tuple(feasible))
 
     def with_limits(self, candidates: Iterable[Candidate]) -> list[BoundedCandidate]:
-        """Returns the candidates that arithmetic does not exclude, best bound first.
-
-        Of each disaggregated mesh only the chunk size with the best bound is kept; chunk sizes matter most if decode
-        waits for them.
-        """
+        """Returns the candidates that arithmetic does not exclude, best bound first. Of each disaggregated mesh only
+        the chunk size with the best bound is kept; chunk sizes matter most if decode waits for them."""
         best: dict[tuple[str, int, int], BoundedCandidate] = {}
         for candidate in candidates:
             self.counts.considered += 1

@@ -45,10 +45,8 @@ class Unit:
 
 
 def paired(mesh: MeshSpec, domain_devices: int) -> tuple[Unit, ...]:
-    """Distributes prefill and decode workers over as few units as fit their domains.
-
-    Returns () if not even one unit with one worker of each role fits.
-    """
+    """Distributes prefill and decode workers over as few units as fit their domains. Returns () if not even one unit
+    with one worker of each role fits."""
     prefills = [place for place in mesh.workers() if place.role is Role.PREFILL]
     decodes = [place for place in mesh.workers() if place.role is Role.DECODE]
     for count in range(1, min(len(prefills), len(decodes)) + 1):
@@ -111,10 +109,8 @@ class Candidate:
         return sum(devices_of(pool) for pool in self.mesh.pools)
 
     def part(self, least_devices: int = 0) -> tuple[Candidate, int]:
-        """Returns a cluster of the same proportions with at least `least_devices`, and how many of it make this one.
-
-        A smaller part evens out bursts less over its workers, so it does a little worse than its share.
-        """
+        """Returns a cluster of the same proportions with at least `least_devices`, and how many of it make this one. A
+        smaller part evens out bursts less over its workers, so it does a little worse than its share."""
         copies = math.gcd(*(pool.count for pool in self.mesh.pools))
         parts = next(
             parts
@@ -225,10 +221,8 @@ def devices_of(pool: PoolSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CandidateBuilder:
-    """Builds clusters of constants; a worker's port is as wide as those of its devices together.
-
-    `device_bytes_per_s`: one way; 0: KV takes no time.
-    """
+    """Builds clusters of constants; a worker's port is as wide as those of its devices together. `device_bytes_per_s`:
+    one way; 0: KV takes no time."""
 
     settings: Settings
     cost_of: CostOf

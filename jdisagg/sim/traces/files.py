@@ -27,20 +27,16 @@ SERVEGEN_WINDOW_S = 600.0
 
 
 def read_azure(path: Path | str) -> Trace:
-    """Reads Azure's LLM inference traces of 2023 (Patel et al., ISCA 2024).
-
-    The columns are TIMESTAMP, ContextTokens and GeneratedTokens.
-    """
+    """Reads Azure's LLM inference traces of 2023 (Patel et al., ISCA 2024). The columns are TIMESTAMP, ContextTokens
+    and GeneratedTokens."""
     rows = _csv(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
     times = np.array([_seconds(row[0], path) for row in rows])
     return _trace(times - times.min() if len(times) else times, [row[1] for row in rows], [row[2] for row in rows])
 
 
 def read_mooncake(path: Path | str) -> Trace:
-    """Reads Mooncake's traces (Qin et al., FAST 2025).
-
-    They are JSON lines of timestamp (ms), lengths, and hash_ids of blocks of 512 tokens.
-    """
+    """Reads Mooncake's traces (Qin et al., FAST 2025). They are JSON lines of timestamp (ms), lengths, and hash_ids of
+    blocks of 512 tokens."""
     rows = [_mooncake_row(line, number, path) for number, line in enumerate(_lines(path), 1) if line.strip()]
     rows.sort(key=lambda row: row[0])
     hashes = tuple(tuple(row[3]) for row in rows)
@@ -49,19 +45,15 @@ def read_mooncake(path: Path | str) -> Trace:
 
 
 def read_lengths(path: Path | str) -> Trace:
-    """Reads length files of Sarathi-Serve and Vidur: num_prefill_tokens, num_decode_tokens.
-
-    All requests arrive at 0.
-    """
+    """Reads length files of Sarathi-Serve and Vidur: num_prefill_tokens, num_decode_tokens. All requests arrive at
+    0."""
     rows = _csv(path, ("num_prefill_tokens", "num_decode_tokens"))
     return _trace(np.zeros(len(rows)), [row[0] for row in rows], [row[1] for row in rows])
 
 
 def read_servegen_rates(path: Path | str, model: str) -> np.ndarray:
-    """Returns the mean requests per second of each 600 s window, f64[W], of one model of ServeGen's summed rates.
-
-    The columns are model, window_start_s and rate_rps (ServeGen, arXiv 2505.09999).
-    """
+    """Returns the mean requests per second of each 600 s window, f64[W], of one model of ServeGen's summed rates. The
+    columns are model, window_start_s and rate_rps (ServeGen, arXiv 2505.09999)."""
     rows = [row for row in _csv(path, ("model", "window_start_s", "rate_rps")) if row[0] == model]
     if not rows:
         raise ConfigError(f"{path}: no rates of {model!r}")
@@ -176,10 +168,8 @@ def _histogram(text: str) -> Histogram:
 def _draw_client(
     rates: npt.NDArray[np.float64], lengths: dict[float, tuple[Histogram, Histogram]], random: np.random.Generator
 ) -> Columns:
-    """Draws one client's requests by the rate of each window, with the latest lengths known by then.
-
-    A client without lengths gets no requests.
-    """
+    """Draws one client's requests by the rate of each window, with the latest lengths known by then. A client without
+    lengths gets no requests."""
     columns: list[Columns] = []
     counts = random.poisson(rates * SERVEGEN_WINDOW_S)
     for window in np.flatnonzero(counts) if lengths else ():

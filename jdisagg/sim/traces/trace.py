@@ -79,9 +79,7 @@ class Trace:
 
     def sample(self, count: int, seed: int = 0) -> Trace:
         """Draws `count` rows with replacement, keeping a row's lengths together; arrivals are those of the first rows.
-
-        Block hashes are dropped: a row drawn twice stands for another conversation of the same lengths.
-        """
+        Block hashes are dropped: a row drawn twice stands for another conversation of the same lengths."""
         if not len(self):
             raise ConfigError("an empty trace has no rows to draw")
         index = np.random.default_rng(seed).integers(len(self), size=count)
@@ -116,10 +114,8 @@ def varying_rate(lengths: Trace, rates_rps: np.ndarray, window_s: float, seed: i
 
 
 def closed_loop(lengths: Trace, clients: int) -> Trace:
-    """Sets all arrivals to 0 for a driver that starts a client's next request when its last one ended.
-
-    The trace only gives the order; the driver holds back all but `clients` of the requests.
-    """
+    """Sets all arrivals to 0 for a driver that starts a client's next request when its last one ended. The trace only
+    gives the order; the driver holds back all but `clients` of the requests."""
     assert clients > 0, clients
     return replace(lengths, arrival_s=np.zeros(len(lengths)))
 

@@ -43,11 +43,8 @@ class MooncakePool:
     def __init__(
         self, master: str, fingerprint: str, *, timeout_s: float, enter: Sequence[str] = (), **how: str
     ) -> None:
-        """Starts the client; requests fail until it is ready.
-
-        `enter` is a command prefix that starts the client elsewhere, as in another network namespace. `how` takes
-        `OPTIONS`.
-        """
+        """Starts the client; requests fail until it is ready. `enter` is a command prefix that starts the client
+        elsewhere, as in another network namespace. `how` takes `OPTIONS`."""
         self._fingerprint, self._timeout_s, self._enter = fingerprint, timeout_s, tuple(enter)
         self._how = {**OPTIONS, **how, "master": master}
         self._batch_lock = threading.Lock()
@@ -203,10 +200,8 @@ class _Client:
 
 
 def open_pool(url: str, fingerprint: str, *, ttl_s: float, timeout_s: float) -> MooncakePool:
-    """Opens mooncake://HOST:PORT of a master; `OPTIONS` follow as ?protocol=rdma&device_name=mlx5_0.
-
-    The master decides how long pages are kept, so `ttl_s` is unused.
-    """
+    """Opens mooncake://HOST:PORT of a master; `OPTIONS` follow as ?protocol=rdma&device_name=mlx5_0. The master decides
+    how long pages are kept, so `ttl_s` is unused."""
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if not parts.hostname or not parts.port or not options.keys() <= OPTIONS.keys():

@@ -68,10 +68,8 @@ class ObjectPool:
 
 
 def open_pool(url: str, fingerprint: str, *, ttl_s: float, timeout_s: float) -> ObjectPool:
-    """Opens the object store or folder of `url`.
-
-    Credentials come from the environment, as for other clients of that cloud.
-    """
+    """Opens the object store or folder of `url`. Credentials come from the environment, as for other clients of that
+    cloud."""
     options: dict[str, Any] = {}
     if url.startswith("file:"):
         options["mkdir"] = True
