@@ -278,11 +278,9 @@ def _routers(job: Job) -> list[Document]:
         deployment = _deployment(name, selector, job.routers, ROLLING, router_pod(job))
         rights = _lease_rights(job) if job.coordination.startswith("kubernetes") else []
         return [deployment, _budget(job, "router", {"maxUnavailable": 1}), *rights]
-    # never two routers at once without a lease
-    deployment = _deployment(name, selector, 1, {"type": "Recreate"}, router_pod(job))
+    deployment = _deployment(name, selector, 1, {"type": "Recreate"}, router_pod(job))  # never two without a lease
     control = _service(name, selector, {"control": job.settings.control_port})
-    # it is ready only once workers have joined
-    control["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}
+    control["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}  # ready once workers joined
     return [deployment, control, _budget(job, "router", {"minAvailable": 1})]
 
 
@@ -333,8 +331,7 @@ def leader_worker_sets(job: Job, selectors: Selectors = no_selector, exclusive: 
 
 
 def disaggregated_set(job: Job) -> list[Document]:
-    """Returns one set of prefill and decode, rolled out together. With --autoscale, its own scalers set the
-    replicas."""
+    """Returns one set of prefill and decode; with --autoscale, its own scalers set the replicas."""
     roles: list[Document] = [{"name": part.role, "spec": _set(job, part, {})} for part in job.parts]
     for role in roles if scaled(job) else []:
         del role["spec"]["replicas"]
@@ -409,8 +406,7 @@ def _budget(job: Job, component: str, bound: Mapping[str, int]) -> Document:
 
 # TPU slices on GKE: the topology and the number of hosts for a worker, and how a pod requests it.
 
-# devices of a host without limit: a worker is not cut, since its slice decides over how many hosts it spans
-WHOLE = 1 << 20
+WHOLE = 1 << 20  # devices of a host without limit: the slice decides over how many hosts a worker spans
 POOL = "cloud.google.com/gke-nodepool"  # a slice of several hosts is a node pool of its own
 
 
@@ -424,8 +420,7 @@ class Slices:
     per_host: int = 4
 
     def topology(self, chips: int) -> tuple[int, str]:
-        """Returns (chips, topology) of the smallest slice with at least `chips`. Raises ConfigError if there is
-        none."""
+        """Returns (chips, topology) of the smallest slice with at least `chips`. Raises ConfigError."""
         for count, topology in self.topologies.items():
             if count >= chips:
                 return count, topology

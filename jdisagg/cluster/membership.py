@@ -68,12 +68,8 @@ def _place(sources: list[SourceValues]) -> GroupPlace:
 
 def _number(what: str, sources: list[SourceValues], least: int) -> tuple[str, int]:
     """Returns (first source, number); raises ConfigError if sources differ."""
-    numbers = [
-        (origin, _integer(origin, text, least))
-        for values in sources
-        if what in values
-        for origin, text in [values[what]]
-    ]
+    given = [values[what] for values in sources if what in values]
+    numbers = [(origin, _integer(origin, text, least)) for origin, text in given]
     if not numbers:
         raise ConfigError(f"nobody says the group's {what}: {_remedy(what, sources)}")
     first, number = numbers[0]

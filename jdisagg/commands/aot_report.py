@@ -82,8 +82,7 @@ class StepTimes:
         return each.facts.sent(each.declared, self._hosts(each))
 
     def links_s(self, each: Checked) -> float:
-        """Returns the least seconds of its collectives, using links inside a host or slice and between hosts at
-        once."""
+        """Returns the least seconds of its collectives, using links within and between hosts at once."""
         hosts = self._hosts(each)
 
         def least_s(one: Collective) -> float:

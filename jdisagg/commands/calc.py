@@ -87,8 +87,7 @@ def guesser_lines(speculative: str, draft_memory: Guesser) -> list[str]:
 
 
 def model_of(name: str) -> ModelConfig:
-    """Returns the configuration of a model given by name, folder or GGUF file. Raises ConfigError or
-    CheckpointError."""
+    """Returns the configuration of a named model, folder or GGUF file. Raises ConfigError or CheckpointError."""
     found = located(Settings(model=name), Console(stderr=True)).model
     path = Path(found)
     return replace(read_model(path), family=path.name) if is_gguf(path) else model_numbers.model_of(found)
