@@ -78,7 +78,7 @@ def own() -> FlagValues:
 
 
 def define(values: FlagValues, choices: Mapping[str, Sequence[str]] | None = None, /, **defaults: Any) -> None:
-    """Declares flags of `FLAG_DECLARATIONS` with this command's defaults, and with its choices if it has others."""
+    """Declares flags of `FLAG_SPECS` with this command's defaults, and with its choices if it has others."""
     for name, default in defaults.items():
         declaration = WORDS[name]
         least = declaration.least if declaration.least is None or default is None else min(declaration.least, default)

@@ -57,7 +57,7 @@ def plain_settings(max_model_len: int, **other_settings: Any) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """The arguments of a `SimulatedCluster`: its workers, their costs and the links between them."""
+    """The arguments of a `Cluster`: its workers, their costs and the links between them."""
 
     workers: tuple[WorkerConfig, ...]
     costs: dict[WorkerId, CostModel]

@@ -111,7 +111,7 @@ class SharedCores:
 
 
 class SharedCluster(Cluster):
-    """A `SimulatedCluster` with all workers' stages on one machine."""
+    """A `Cluster` with all workers' stages on one machine."""
 
     def __init__(
         self, workers: Sequence[WorkerConfig], costs: Mapping[WorkerId, CostModel], *rest: Any, slowdown: Slowdown,
@@ -184,7 +184,7 @@ class SharedCluster(Cluster):
 
 
 def simulated(given: ClusterSpec, **named: Any) -> Cluster:
-    """Returns the cluster of a spec; `named` are further arguments of `SimulatedCluster`. Raises ConfigError if a
+    """Returns the cluster of a spec; `named` are further arguments of `Cluster`. Raises ConfigError if a
     worker mixes steps and its costs do not know mixed steps."""
     for config in given.workers:
         cost = given.costs[config.worker]
