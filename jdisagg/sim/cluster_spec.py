@@ -62,14 +62,12 @@ class ClusterSpec:
     workers: tuple[WorkerConfig, ...]
     costs: dict[WorkerId, CostModel]
     links: FairLinks
-    # by phase, if devices share cores: see `sim.shared`
-    slowdown: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    slowdown: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by phase: see `sim.shared`
     message_s: float = 50e-6  # per message between actors
     latency_s: float = 0.0  # per part of KV, in addition to its bytes
     routing: Routing | None = None  # None: the simulator's default
     tiers: TierSpec | None = None  # None: KV that leaves HBM is lost
-    # returns a worker's configuration in another role
-    in_role: Callable[[WorkerConfig, Role], WorkerConfig] | None = None
+    in_role: Callable[[WorkerConfig, Role], WorkerConfig] | None = None  # configures a worker in another role
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,7 @@ class FastForward:
         self._seconds = [
             _seconds(device, cost, plan, len(range(index, steps, len(round_of)))) for index, plan in enumerate(round_of)
         ]
-        # ends of the steps in flight, then one end per predicted step
-        self.done_s = [each.done_s for each in device.flight]
+        self.done_s = [each.done_s for each in device.flight]  # then one end per predicted step
         self.done_s += self._one_stage() if len(device.pipeline.free_s) == 1 else self._stages()
 
     def is_valid(self, repeatable_steps: int) -> bool:
@@ -235,8 +234,7 @@ class NamedPrompts:
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        # block -> id, by the id of the block before it (-1: none) and its hash id
-        self._numbers: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}  # id of the block before (-1: none), hash id -> block id
         self._requests = count()
 
     def prompt(self, tokens: int, ids: Ids[int]) -> SimulatedSequence:

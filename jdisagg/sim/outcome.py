@@ -101,7 +101,6 @@ class Outcome:
     span_s: float  # of the virtual clock, from 0 to the last request's end
     busy: dict[str, float]
     lookups: Mapping[Role, Lookups] = field(default_factory=dict[Role, Lookups])  # of workers with a prefix cache
-    # moves between tiers
     moved: Mapping[tuple[Tier, Tier], Moved] = field(default_factory=dict[tuple[Tier, Tier], Moved])
 
     @property

@@ -85,8 +85,7 @@ class ScaledCluster(Cluster):
         self.flip_costs, self.becomes = flip_costs, becomes
         self.scaler = None if scaling is None else RoleScaler(scaling, workers, can_be)
         self.looks: list[Look] = []
-        # of each change: the times of its request and of the worker's return
-        self.away_s: dict[WorkerId, list[float]] = {}
+        self.away_s: dict[WorkerId, list[float]] = {}  # times of each change: requested, returned
         self._numbers = count(1)
 
     def _run(self, trace: Trace, *args: Any, **named: Any) -> None:

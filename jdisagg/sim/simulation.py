@@ -148,8 +148,7 @@ def requests_of(trace: Trace) -> Iterator[Request]:
     """Yields the trace's rows as requests, named by their index."""
     sizes = zip(trace.arrival_s.tolist(), trace.input_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
     for index, ((arrival_s, _, outputs), prompt) in enumerate(zip(sizes, _prompts(trace), strict=True)):
-        # the actors only slice, join and measure it, and ask for its page hashes
-        tokens = cast(tuple[int, ...], prompt)
+        tokens = cast(tuple[int, ...], prompt)  # actors only slice, join, measure it and read its page hashes
         yield Request(RequestId(f"r{index:07d}"), tokens, SamplingParams(max_tokens=outputs), arrival_s)
 
 
@@ -166,8 +165,7 @@ class Requests:
         self.records: dict[RequestId, Record] = {}
         self.closed, self.think_s = False, 0.0
         self.stated_objectives: SLO | None = None  # objectives that each request states
-        # output tokens each request asks for if its length is unknown in advance; 0: it asks for its length
-        self.limit = 0
+        self.limit = 0  # output tokens each request asks for if its length is unknown; 0: its length
         self.lengths: dict[RequestId, int] = {}  # the real length of each in that case
         self._trace_requests: Iterator[Request] = iter(())
 

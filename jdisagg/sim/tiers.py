@@ -58,8 +58,7 @@ class SharedPool:
     """Hashes of the pages in the shared pool; the least recently used is evicted if the pool is full."""
 
     room: int
-    # hash -> time from which the page is there
-    held: OrderedDict[PageHash, float] = field(default_factory=OrderedDict[PageHash, float])
+    held: OrderedDict[PageHash, float] = field(default_factory=OrderedDict[PageHash, float])  # hash -> stored at
 
     def put(self, names: Iterable[PageHash], at_s: float) -> None:
         for name in names:
