@@ -64,8 +64,9 @@ NOTHING = Guesser()
 
 
 def guesser(speculative: str, name: str, config: ModelConfig, dtype: str, devices: int) -> Guesser:
-    """Returns the memory of --speculative for a model; zero if it is off or n-grams. Raises FlagError, ConfigError or
-    CheckpointError."""
+    """Returns the memory of --speculative for a model; zero if it is off or n-grams. Raises ConfigError or
+    CheckpointError.
+    """
     folder = Path(located(Settings(model=name), Console(stderr=True)).model)
     draft_found, number = read_draft(speculative, folder, config), number_bytes(dtype)
     if draft_found is None:

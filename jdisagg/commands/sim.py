@@ -256,8 +256,7 @@ def settings_of(values: flags.FlagValues, max_model_len: int, *, keeps: bool) ->
 
 
 def port_of(values: flags.FlagValues, mesh: MeshSpec) -> float | PortOf:
-    """Returns the port of each worker: --port_gb_per_s, else the NICs of its devices. Raises FlagError if neither is
-    known."""
+    """Returns each worker's port: --port_gb_per_s, else its devices' NICs. Raises FlagError if neither is known."""
     if values.port_gb_per_s:
         return values.port_gb_per_s * 1e9
     if len(mesh.pools) == 1 or values.nic_gb_per_s:

@@ -245,8 +245,7 @@ def body(values: flags.FlagValues) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0, 2 with one line for an error (with --once also of the server), or 130 after
-    Ctrl-C."""
+    """Runs the command. Returns 0, 2 with one line for an error, or 130 after Ctrl-C."""
     return command.run("jdisagg top", __doc__, declare(), argv, body, positional="url")
 
 

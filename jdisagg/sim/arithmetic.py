@@ -16,8 +16,7 @@ DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp
 def dense(
     family: str, num_layers: int, hidden_size: int, heads: tuple[int, int], mlp: tuple[int, int], vocab_size: int
 ) -> ModelConfig:
-    """Returns a dense decoder with head dimension 128. `heads`: query heads, KV heads. `mlp`: number of matrices, their
-    width."""
+    """Returns a dense decoder with head dimension 128. `heads`: queries, KV. `mlp`: number of matrices, their width."""
     return ModelConfig(family, vocab_size, hidden_size, mlp[1], num_layers, *heads, 128, 0, mlp_matrices=mlp[0])
 
 

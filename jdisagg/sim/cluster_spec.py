@@ -184,8 +184,9 @@ def _kv_sizes(mesh: MeshSpec, place: WorkerMesh, cost: CostModel, page: int) -> 
 def with_tiers(
     given: ClusterSpec, tiers: TierSpec, dram_tokens: int = 0, disk_tokens: int = 0, *, peer_fetch: bool = False
 ) -> ClusterSpec:
-    """Returns the cluster with workers that keep tokens below HBM, and may fetch from each other. Raises ConfigError
-    for a ring."""
+    """Returns the cluster with workers that keep tokens below HBM and may fetch from each other; no rings
+    (ConfigError).
+    """
     for each in given.workers:
         if each.is_ring:
             raise ConfigError(f"{each.worker} is a ring of {each.decode.n}, which keeps no KV below HBM")

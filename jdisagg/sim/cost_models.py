@@ -159,8 +159,7 @@ def _among(rows: dict[str, Any], key: str, what: str) -> Any:
 
 
 def distserve_fit(name: str, tp: int, engine: str = "distserve", host_s: float = 0.0) -> PublishedFit:
-    """Returns the fits on A100-80G in FP16: opt-13b (TP 1, 2, 4), opt-66b (TP 2, 3, 4, 8). Raises ConfigError for
-    others."""
+    """Returns the fits on A100-80G in FP16 of opt-13b (TP 1, 2, 4) and opt-66b (TP 2, 3, 4, 8). Raises ConfigError."""
     sizes = _among(_among(_distserve(), engine, "engine"), name, "model")
     row = _among(sizes, str(tp), f"{name} at tp")
     lines = [Line(*(each / 1e3 for each in row[kind])) for kind in ("prefill", "decode_small", "decode_large")]
@@ -196,8 +195,7 @@ class Roofline:
         return self.host_s + self._linear_s(plan.num_tokens) + self._pairs_s(plan) + self._head_s(num_sampled(plan))
 
     def decode_s(self, plan: DecodeRows, context_tokens: int) -> float:
-        """Returns the seconds of a dispatch. Each of several steps reads all weights and its KV, the host is paid
-        once."""
+        """Returns the seconds of a dispatch. Each of its steps reads all weights and its KV; the host is paid once."""
         batch, steps = len(plan.active), plan.num_turns
         read = context_tokens - (plan.most_tokens - batch) / 2 if steps > 1 else context_tokens  # at the mean step
         return self.host_s + steps * (self._linear_s(batch) + self._read_s(read) + self._head_s(batch))
@@ -262,8 +260,9 @@ class Roofline:
         return 2 * self.model.config.num_layers * one_s
 
     def kv_tokens(self, pp: int = 1) -> int:
-        """Returns the KV tokens that fit beside the weights on tp x pp devices. Raises ConfigError if the weights do
-        not fit."""
+        """Returns the KV tokens that fit beside the weights on tp x pp devices. Raises ConfigError if weights do not
+        fit.
+        """
         room = MEMORY_SHARE * self.chip.hbm_bytes * self.tp * pp - self.weight_bytes
         if room <= 0:
             devices = f"{self.tp * pp} x {self.chip.name}"

@@ -111,8 +111,9 @@ def _is_from(event: Any, worker: WorkerId) -> bool:
 
 
 def failing(given: ClusterSpec, failures: Failures, **named: Any) -> FailingCluster:
-    """Returns the cluster of a spec with losses. Raises ConfigError for shared cores or tiers, which it cannot
-    simulate."""
+    """Returns the cluster of a spec with losses. Raises ConfigError for shared cores or tiers, which are not
+    simulated.
+    """
     if given.slowdown or given.tiers is not None:
         raise ConfigError("--lost_every_s: neither shared cores nor tiers are simulated beside it: leave out one")
     named = {"message_s": given.message_s, "latency_s": given.latency_s, **named}

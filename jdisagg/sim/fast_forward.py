@@ -168,8 +168,7 @@ def _takes_arrays(kind: type[CostModel]) -> bool:
 
 
 def _seconds(device: Device, cost: CostModel, plan: DecodeRows, steps: int) -> np.ndarray:
-    """Returns f64[steps], the seconds of repeated steps like the plan. Each reads one token per slot more than the
-    last."""
+    """Returns f64[steps], the seconds of repeated steps like the plan; each reads one more token per slot."""
     contexts = device.held_tokens(plan.active) + len(plan.active) * np.arange(1, steps + 1)
     if _takes_arrays(type(cost)):
         return cast(ManySteps, cost).steps_s(plan, contexts)
@@ -253,8 +252,7 @@ class NamedPrompts:
 
 
 class PrefixLookups:
-    """Lookup counts by role. A prompt is looked up where it is computed, and at the decode worker if that is
-    another."""
+    """Lookup counts by role. A prompt is looked up where it is computed, and at another decode worker as well."""
 
     def __init__(self, workers: Sequence[WorkerConfig]) -> None:
         self._roles = {config.worker: config.role for config in workers if config.prefix_caching}

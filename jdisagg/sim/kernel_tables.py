@@ -38,8 +38,7 @@ Point = tuple[float, ...]
 
 
 class Grid:
-    """Measured seconds at every point of a grid. Interpolated linearly between points and extrapolated above the
-    last."""
+    """Measured seconds at every point of a grid, interpolated linearly and extrapolated above the last points."""
 
     def __init__(self, rows: dict[Point, float]) -> None:
         """Builds the axes from the coordinates. Raises ConfigError if points of the full grid are missing."""
@@ -101,8 +100,7 @@ def _as_one(plan: PrefillChunks) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class KernelTables:
-    """Costs of `tp` devices of one kind. With tp > 1, two all-reduces per layer take `link_s` plus bytes over the
-    link."""
+    """Costs of `tp` devices of one kind. With tp > 1, two all-reduces per layer take `link_s` plus their bytes."""
 
     model: Model
     kernels: Kernels

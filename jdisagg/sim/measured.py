@@ -218,8 +218,7 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
 
 
 def _prefill_stages(profile: Profile, place: WorkerMesh, like: WorkerConfig) -> dict[str, Any]:
-    """Returns the stage fields of a prefill worker. A pipeline divides the time of a chunk, which is that of all
-    stages."""
+    """Returns the stage fields of a prefill worker. A chunk's measured time is that of all stages, which share it."""
     if not (place.role is Role.PREFILL and place.pp > 1):
         return {"prefill_stages": 1}
     groups = tuple((run.start, run.stop) for run in split_prefill(profile.num_layers, place.pp))

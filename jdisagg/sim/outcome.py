@@ -184,8 +184,7 @@ class Point:
 
     @staticmethod
     def of(outcome: Outcome, rate_rps: float, slo: SLO, devices: int) -> Point:
-        """Returns the point of a run. `rate_rps` is the arrival rate on the clock, not over the run, which ends
-        later."""
+        """Returns the point of a run. `rate_rps` is the arrival rate on the clock, not over the longer run."""
         attainment = outcome.attainment(slo.ttft_s, slo.tpot_s)
         good = attainment * len(outcome.records) / max(outcome.span_s, 1e-9) / devices
         spreads = [_quantiles(outcome.values(metric), (50, 99)) for metric in ("TTFT", "TPOT")]

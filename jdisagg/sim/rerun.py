@@ -186,8 +186,7 @@ class Stopwatch(Unheeded):
         return False
 
     def _message_received(self, sender: WorkerId, message: Message, entry: Entry) -> bool:
-        """Pairs a message with its sending, in order per sender and receiver. Other messages came from another
-        process."""
+        """Pairs a message with its sending, in order per pair of actors; others came from another process."""
         waiting = self._sent[sender, entry.actor]
         if not waiting or waiting[0][2] != message:
             return False

@@ -243,8 +243,7 @@ class EventQueue:
         heapq.heappush(self._timers, (at_s, next(self._ties), actor, TimerFired(key)))
 
     def arm(self, at_s: float, actor: WorkerId, key: str) -> None:
-        """Makes the timer count only if it fires at `at_s`. A caller other than `set_timer` must also push its
-        event."""
+        """Makes the timer count only if it fires at `at_s`. Callers other than `set_timer` must also push its event."""
         self._armed[actor, key] = at_s
 
     def is_armed(self, at_s: float, actor: WorkerId, key: str) -> bool:

@@ -282,8 +282,7 @@ class Decode:
         return room / (seconds + prompt_s)
 
     def loaded_step_s(self, rate: float, shared: Prefill) -> float:
-        """Returns the seconds of a decode step between two chunks at the batch of `rate`. Inf if the rate is too
-        high."""
+        """Returns the seconds of a decode step between two chunks at the batch of `rate`; inf if it is too high."""
         tpot_s, stages = self.step_s(1), self.config.num_microbatches
         for _ in range(20):
             batch = rate * self.means.output_tokens * tpot_s / stages

@@ -45,8 +45,7 @@ def read_mooncake(path: Path | str) -> Trace:
 
 
 def read_lengths(path: Path | str) -> Trace:
-    """Reads length files of Sarathi-Serve and Vidur: num_prefill_tokens, num_decode_tokens. All requests arrive at
-    0."""
+    """Reads length files of Sarathi-Serve and Vidur: num_prefill_tokens, num_decode_tokens; all arrive at 0."""
     rows = _csv(path, ("num_prefill_tokens", "num_decode_tokens"))
     return _trace(np.zeros(len(rows)), [row[0] for row in rows], [row[1] for row in rows])
 
