@@ -64,7 +64,7 @@ NOTHING = Guesser()
 
 
 def guesser(speculative: str, name: str, config: ModelConfig, dtype: str, devices: int) -> Guesser:
-    """Returns the memory of --speculative for a model; zero if it is off or n-grams. Raises ConfigError or
+    """Returns the memory of --speculative; zero if off or n-grams. Raises FlagError, ConfigError, CheckpointError."""
     CheckpointError.
     """
     folder = Path(located(Settings(model=name), Console(stderr=True)).model)
