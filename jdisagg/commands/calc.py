@@ -65,8 +65,6 @@ NOTHING = Guesser()
 
 def guesser(speculative: str, name: str, config: ModelConfig, dtype: str, devices: int) -> Guesser:
     """Returns the memory of --speculative; zero if off or n-grams. Raises FlagError, ConfigError, CheckpointError."""
-    CheckpointError.
-    """
     folder = Path(located(Settings(model=name), Console(stderr=True)).model)
     draft_found, number = read_draft(speculative, folder, config), number_bytes(dtype)
     if draft_found is None:
