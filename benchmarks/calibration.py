@@ -76,7 +76,7 @@ def of_samples(samples: Sequence[Sample]) -> Means:
 
 
 def of_outcome(outcome: Outcome) -> Means:
-    tokens = sum(record.told_tokens for record in outcome.records)
+    tokens = sum(record.emitted_tokens for record in outcome.records)
     span_s = outcome.span_s - min(record.arrival_s for record in outcome.records)
     return Means(float(outcome.values("TTFT").mean()), float(outcome.values("TPOT").mean()), tokens / span_s)
 

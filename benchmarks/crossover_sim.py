@@ -57,7 +57,7 @@ def burst(fleet_of_plan: FleetOf, plan: Plan, jobs: Sequence[Job], streams: int)
             tuple(cluster.times_s[RequestId(record.request_id)]),
             record.end_s,
             record.input_tokens,
-            record.told_tokens,
+            record.emitted_tokens,
             record.ledger.parts_ns() if record.ledger else None,
         )
         for record in outcome.records

@@ -125,7 +125,7 @@ def measure(name: str, trace: Trace, reserve_tokens: int) -> Row:
     for metric in ("TTFT", "TPOT", "latency"):
         for percent in (50, 99):
             spread[f"{metric.lower()}_p{percent}_s"] = float(np.percentile(outcome.values(metric), percent))
-    tokens = sum(each.told_tokens for each in outcome.served)
+    tokens = sum(each.emitted_tokens for each in outcome.served)
     counts = {"output_tokens": tokens, "preempted": cluster.preempted, "span_s": outcome.span_s}
     shares = {"unused": waiting + growing, "waiting": waiting, "written": written}
     return Row(name, trace.rate_rps, reserve_tokens, **shares, **spread, **counts)

@@ -1,12 +1,12 @@
-"""jdisagg: disaggregated LLM inference for JAX. `LLM` and `SamplingParams` are the way in from Python.
+"""jdisagg: disaggregated LLM inference for JAX. `LLM` and `SamplingParams` are its Python interface.
 
-Importing this package imports neither jax nor the servers; asking it for `LLM` does.
+Importing this package imports neither jax nor the servers; accessing `LLM` does.
 """
 
 import importlib
 from typing import Any
 
-_ROOMS = {
+_MODULES = {
     "LLM": "jdisagg.llm",
     "Completion": "jdisagg.serve.frontends.offline",
     "Choice": "jdisagg.serve.frontends.offline",
@@ -19,6 +19,6 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
-        raise AttributeError(f"module 'jdisagg' has no attribute {name!r}; it has {', '.join(_ROOMS)}")
-    return getattr(importlib.import_module(_ROOMS[name]), name)
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jdisagg' has no attribute {name!r}; it has {', '.join(_MODULES)}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

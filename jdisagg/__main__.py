@@ -1,6 +1,6 @@
-"""`python -m jdisagg COMMAND ...`, or `jdisagg COMMAND ...`: every command by its name, and --help of all.
+"""`jdisagg COMMAND ...` or `python -m jdisagg COMMAND ...`: runs a command by its name; --help lists all.
 
-A command is a module of `jdisagg.commands`, or of this package where it is run as `python -m jdisagg.COMMAND` too.
+A command is a module of `jdisagg.commands`, or of this package if it can also run as `python -m jdisagg.COMMAND`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def purpose(path: Path) -> str:
 
 
 def help_text() -> str:
-    lines = [f"  {name.ljust(9)} {law}" for name, law in commands().items()]
+    lines = [f"  {name.ljust(9)} {description}" for name, description in commands().items()]
     return "\n".join(
         [
             f"jdisagg {version('jdisagg')}: disaggregated LLM inference for JAX",
@@ -57,24 +57,24 @@ def help_text() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the command; 2 with one line for one that there is not."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("--help", "-h", "help"):
+    """Runs a command and returns its exit code; 2 with one line for an unknown command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
         try:
             print(help_text(), flush=True)
         except BrokenPipeError:
             return pipe_closed()
         return 0
-    if words[0] == "--version":
+    if arguments[0] == "--version":
         print(version("jdisagg"))
         return 0
-    name, known = words[0], command_files()
+    name, known = arguments[0], command_files()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(sorted(known))}"
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"commands are {', '.join(sorted(known))}"
         print(f"jdisagg: unknown command {name!r}; {hint}", file=sys.stderr)
         return BAD_USE
-    sys.argv = [f"jdisagg {name}", *words[1:]]
+    sys.argv = [f"jdisagg {name}", *arguments[1:]]
     runpy.run_module(module_of(name), run_name="__main__", alter_sys=True)  # ends by SystemExit
     return 0
 

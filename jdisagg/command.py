@@ -1,4 +1,4 @@
-"""One runner for every command: its help, where its flags' values come from, its errors, its end by Ctrl-C."""
+"""Runs every command: its help, the sources of its flags' values, its errors and its end by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import NoReturn
 from jdisagg import flags
 from jdisagg.core.errors import JdisaggError
 
-# Ctrl-C and SIGTERM while a command starts or stops: one line, an exit code that is not 0, and the end at once.
+# Ctrl-C and SIGTERM while a command starts or stops: one line, a nonzero exit code, and an immediate end.
 #
-# Only the standard library, so that a command can ask for it before it imports what takes seconds. The process
-# ends without Python's own tear-down: under threads that compile, that has ended in a segmentation fault.
+# This part uses only the standard library, so that a command can call it before its slow imports. The process ends
+# without Python's own shutdown, which has ended in a segmentation fault while threads compiled.
 
 INTERRUPTED = 130
 SHOW_CURSOR = b"\x1b[?25h"  # a progress bar may have hidden it
-_doing = "starting"
+_doing = "starting"  # the current activity, for the message
 
 
 def end_at_once(doing: str) -> None:
-    """From now on a signal ends the process with 128 + its number, and a line that says what it was `doing`."""
-    global _doing  # noqa: PLW0603  # a signal handler is the whole process's
+    """Makes a signal end the process at once with 128 + its number, and a line that says what it was `doing`."""
+    global _doing  # noqa: PLW0603  # signal handlers are process-wide
     _doing = doing
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
 
 
 def raise_again() -> None:
-    """From now on Ctrl-C is a KeyboardInterrupt, and SIGTERM the end, as in any Python program."""
+    """Restores Python's default handling: Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -44,13 +44,13 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 BAD_USE = 2
-PIPE_CLOSED = 141  # as a shell calls SIGPIPE
+PIPE_CLOSED = 141  # the exit code of a shell for SIGPIPE
 Body = Callable[[flags.FlagValues], int]
 
 
 def run(
     name: str,
-    law: str | None,
+    docstring: str | None,
     values: flags.FlagValues,
     argv: Sequence[str] | None,
     body: Body,
@@ -58,16 +58,14 @@ def run(
     positional: str = "",
     own_file: bool = False,
 ) -> int:
-    """Exit code of `body` with these flags, 2 with one line that begins with `name` for a mistake, 130 after Ctrl-C.
-
-    law: the docstring of the command's file, which --help shows before the flags. positional: the flag that a bare
-    argument is the value of. own_file: `body` reads the file of --config, which holds more than flags.
-    """
+    """Returns the exit code of `body` with these flags, 2 with one line that begins with `name` for an error, 130 after
+    Ctrl-C. `docstring`: the docstring of the command's file, which --help shows before the flags. `positional`: the
+    flag that takes a bare argument. `own_file`: `body` reads the file of --config, which holds more than flags."""
     settings = "print_config" in values
     try:
         flags.read(values, sys.argv if argv is None else argv, positional)
         if values["help"].value or values["helpfull"].value:
-            print(f"{(law or '').rstrip()}\n{flags.help_of(values, settings)}", flush=True)
+            print(f"{(docstring or '').rstrip()}\n{flags.help_of(values, settings)}", flush=True)
             return 0
         if not own_file:
             flags.fill(values)
@@ -88,6 +86,6 @@ def run(
 
 
 def pipe_closed() -> int:
-    """Exit code where nobody reads any more what is printed, as after `| head`; nothing is flushed into it later."""
+    """Returns the exit code for a closed pipe, as after `| head`, and redirects later output to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return PIPE_CLOSED

@@ -1,6 +1,6 @@
-"""Flags: each name that several commands know stands here once, or is a field of `Settings`, with its meaning.
+"""The flags that several commands share: each is declared here once, or is a field of `Settings`.
 
-A command declares its flags by `own()`, `define` and, for what is its alone, absl; `jdisagg/command.py` runs it.
+A command declares its flags by `own_flags()`, `define` and, for those of its own, absl; `jdisagg/command.py` runs it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jdisagg.core.settings import AT_LEAST_ONE, NOT_NEGATIVE, REMOVED, REMOVED_V
 
 FlagValues = flags.FlagValues
 GROUPS = ("model", "mesh", "sizes", "scheduling", "transfer", "tiers", "cluster", "server", "one-shot", "running")
-NO_SETTINGS = ("help", "helpfull", "h", "config", "print_config")  # neither a key of a file nor a variable
+NO_SETTINGS = ("help", "helpfull", "h", "config", "print_config")  # neither a key of a file nor an environment variable
 
 
 @dataclass(frozen=True)
 class Word:
-    """A flag's meaning, the same in every command; the default is each command's own."""
+    """A flag's type, help and bounds, the same in every command; each command has its own default."""
 
     kind: type
     help: str
@@ -69,7 +69,7 @@ FIELDS = frozenset(each.name for each in fields(Settings))
 
 
 def own() -> FlagValues:
-    """Flags apart from those that imported libraries declare; none yet but those that every command has."""
+    """Returns flags that are separate from those of imported libraries, with those that every command has."""
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=values)
     flags.DEFINE_bool("helpfull", False, "show this, and every setting of a run with its meaning", flag_values=values)
@@ -78,23 +78,23 @@ def own() -> FlagValues:
 
 
 def define(values: FlagValues, choices: Mapping[str, Sequence[str]] | None = None, /, **defaults: Any) -> None:
-    """Flags by the names and meanings of `WORDS`, with this command's defaults, and its choices where it has others."""
+    """Declares flags of `FLAG_SPECS` with this command's defaults, and with its choices if it has others."""
     for name, default in defaults.items():
-        word = WORDS[name]
-        least = word.least if word.least is None or default is None else min(word.least, default)
-        offered = list((choices or {}).get(name, word.choices))
-        if offered:
-            flags.DEFINE_enum(name, default, offered, word.help, flag_values=values)
-        elif word.kind is int:
-            flags.DEFINE_integer(name, default, word.help, least, word.most, flag_values=values)
-        elif word.kind is float:
-            flags.DEFINE_float(name, default, word.help, least, word.most, flag_values=values)
+        declaration = WORDS[name]
+        least = declaration.least if declaration.least is None or default is None else min(declaration.least, default)
+        choices_offered = list((choices or {}).get(name, declaration.choices))
+        if choices_offered:
+            flags.DEFINE_enum(name, default, choices_offered, declaration.help, flag_values=values)
+        elif declaration.kind is int:
+            flags.DEFINE_integer(name, default, declaration.help, least, declaration.most, flag_values=values)
+        elif declaration.kind is float:
+            flags.DEFINE_float(name, default, declaration.help, least, declaration.most, flag_values=values)
         else:
-            flags.DEFINE_string(name, default, word.help, flag_values=values)
+            flags.DEFINE_string(name, default, declaration.help, flag_values=values)
 
 
 def define_settings(values: FlagValues) -> FlagValues:
-    """A flag for each of the settings that `values` does not have; their `check` is what refuses a value."""
+    """Declares a flag for each setting that `values` lacks; `Settings.check` refuses bad values."""
     kinds: dict[type, Any] = {
         bool: flags.DEFINE_bool,
         int: flags.DEFINE_integer,
@@ -109,10 +109,8 @@ def define_settings(values: FlagValues) -> FlagValues:
 
 
 def read(values: FlagValues, argv: Sequence[str], positional: str = "") -> None:
-    """Fills `values` from `argv` (program name first), --max-model-len meaning --max_model_len.
-
-    positional: the flag that one bare argument is the value of. Raises FlagError in one line.
-    """
+    """Parses `argv` (program name first) into `values`; --max-model-len means --max_model_len. `positional`: the flag
+    that takes one bare argument. Raises FlagError with one line."""
     try:
         rest = values([argv[0], *map(underscored, argv[1:])])
     except flags.UnrecognizedFlagError as error:
@@ -127,7 +125,7 @@ def read(values: FlagValues, argv: Sequence[str], positional: str = "") -> None:
 
 
 def give(values: FlagValues, name: str, value: Any, where: str) -> None:
-    """A value that is not of the command line, for a flag that is not there. Raises FlagError that begins `where`."""
+    """Sets a flag that is not on the command line. Raises FlagError that begins with `where`."""
     if values[name].present:
         return
     try:
@@ -140,13 +138,13 @@ def give(values: FlagValues, name: str, value: Any, where: str) -> None:
 
 
 def kind_of(values: FlagValues, name: str) -> type:
-    """Of the flag's value."""
+    """Returns the type of the flag's value."""
     kinds: dict[str, type] = {"int": int, "float": float, "bool": bool, "comma separated list of strings": list}
     return kinds.get(values[name].flag_type(), str)
 
 
 def help_of(values: FlagValues, settings: bool = False) -> str:
-    """One line a flag, in the order of the alphabet; where it has all `settings`, these last and by group."""
+    """Returns one line per flag in alphabetical order; with `settings`, these follow by group."""
     shown = [values[name] for name in sorted(values) if len(name) > 1]
     shown = [flag for flag in shown if not settings or flag.name not in {*FIELDS, *NO_SETTINGS}]
     lines = [_help_line(flag.name, flag.default, flag.help or "", ()) for flag in shown if flag.name != "helpfull"]
@@ -154,14 +152,14 @@ def help_of(values: FlagValues, settings: bool = False) -> str:
 
 
 def help_text(full: bool = False) -> str:
-    """One line a setting, grouped; where it is not `full`, one line a group names those that are not for every day."""
+    """Returns one line per setting, by group; unless `full`, one line per group names the less common ones."""
     lines = []
     for group in GROUPS:
         lines.append(f"\n{group}:")
-        found = [each for each in fields(Settings) if each.metadata["group"] == group]
-        shown = [each for each in found if full or each.metadata["everyday"]]
+        group_settings = [each for each in fields(Settings) if each.metadata["group"] == group]
+        shown = [each for each in group_settings if full or each.metadata["everyday"]]
         lines += [_help_line(e.name, e.default, e.metadata["help"], e.metadata["choices"]) for e in shown]
-        if rest := " ".join(f"--{each.name}" for each in found if each not in shown):
+        if rest := " ".join(f"--{each.name}" for each in group_settings if each not in shown):
             lines.append(f"  also: {rest} (--helpfull explains)")
     lines.append(
         "\n  --config=FILE, --print_config, --help, --helpfull   (every flag is also a key of the --config file)"
@@ -176,7 +174,7 @@ def _help_line(name: str, default: Any, text: str, choices: tuple[str, ...]) -> 
 
 
 def underscored(argument: str) -> str:
-    """The flag as it is declared: --max-model-len=1 means --max_model_len=1."""
+    """Returns the flag as it is declared: --max-model-len=1 means --max_model_len=1."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")
@@ -201,11 +199,11 @@ def _unknown(name: str, known: list[str]) -> str:
     return f"unknown flag --{name}{hint}"
 
 
-# What a run is told: flags, environment (`JDISAGG_<NAME>`), a TOML file and defaults, the earlier winning.
+# The values of a run, by priority: flags, environment (`JDISAGG_<NAME>`), a TOML file, defaults.
 
 
 def resolve(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[Settings, FlagValues]:
-    """Those of `jdisagg.launch`. Raises ConfigError, in one line, for anything that cannot be."""
+    """Returns the settings of `jdisagg launch`. Raises ConfigError with one line for a bad value."""
     values = define_settings(own())
     read(values, argv)
     fill(values, environment)
@@ -213,15 +211,15 @@ def resolve(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
 
 
 def settings_of(values: FlagValues, **instead: Any) -> Settings:
-    """Checked; `instead` of what some flags say, where they are the command's own affair. Raises ConfigError."""
-    given: dict[str, Any] = {each.name: values[each.name].value for each in fields(Settings)}
-    settings = Settings(**given | instead)
+    """Returns checked settings; `instead` replaces the values of some flags. Raises ConfigError."""
+    flag_values: dict[str, Any] = {each.name: values[each.name].value for each in fields(Settings)}
+    settings = Settings(**flag_values | instead)
     settings.check()
     return settings
 
 
 def fill(values: FlagValues, environment: Mapping[str, str] = os.environ) -> None:
-    """Flags that were not given, from the environment or else the file that --config names. Raises ConfigError."""
+    """Fills flags that were not given, from the environment or else the file of --config. Raises ConfigError."""
     for name in values:
         text = environment.get(f"JDISAGG_{name.upper()}")
         if text is not None and name not in NO_SETTINGS:
@@ -235,15 +233,13 @@ def fill(values: FlagValues, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def read_toml(path: str, values: FlagValues) -> dict[str, Any]:
-    """Values of these flags in a TOML file; tables only group them, and what is another command's is passed over.
-
-    Raises ConfigError for a key or a kind of value unknown here.
-    """
-    found: dict[str, Any] = {}
+    """Returns values of these flags in a TOML file; tables only group them, and keys of other commands are skipped.
+    Raises ConfigError for an unknown key or a value of the wrong type."""
+    values_by_name: dict[str, Any] = {}
     known = {name for name in values if name not in NO_SETTINGS}
     for key, value in _flattened(parse_toml(path)):
         if key in known:
-            found[key] = _checked(kind_of(values, key), value, f"--config={path}: {key}")
+            values_by_name[key] = _checked(kind_of(values, key), value, f"--config={path}: {key}")
         elif key in REMOVED:
             raise FlagError(f"--config={path}: {key!r} {REMOVED[key]}")
         elif key not in WORDS:
@@ -251,11 +247,11 @@ def read_toml(path: str, values: FlagValues) -> dict[str, Any]:
             raise FlagError(
                 f"--config={path}: unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
             )
-    return found
+    return values_by_name
 
 
 def parse_toml(path: str) -> dict[str, Any]:
-    """The whole file. Raises ConfigError."""
+    """Returns the content of a TOML file. Raises ConfigError."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -267,7 +263,7 @@ def parse_toml(path: str) -> dict[str, Any]:
 
 
 def as_toml(settings: Settings) -> str:
-    """The resolved whole, readable by `--config`."""
+    """Returns the resolved settings as text that `--config` reads."""
     lines: list[str] = []
     for group in GROUPS:
         lines.append(f"[{group}]")

@@ -1,6 +1,6 @@
-"""A process of a worker that spans several: the leader, who joins the router, or a member, who follows it.
+"""Runs one process of a worker that spans several: the leader, which joins the router, or a member, which follows it.
 
-Any failure of one ends all: each prints one line and ends with a code that is not 0, for its supervisor to see.
+Any failure of one process ends all: each prints one line and exits with a nonzero code, for its supervisor to see.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RunWorkers = Callable[[WorkerProcess, Settings, Console, "queue.SimpleQueue[str]
 
 
 def run_group(settings: Settings, console: Console, place: GroupPlace, run_workers: RunWorkers) -> int:
-    """`run_workers` works for the router, as `launch.run_workers`. Raises ConfigError."""
+    """Runs this process's part of the group; `run_workers` is that of `jdisagg launch`. Raises ConfigError."""
     settings, each = for_several(settings), devices_each(settings, place)
     devices.configure(settings.platform, each, settings.compile_cache_dir)
     console.print(f"[bold]group[/]    {place.group}: rank {place.rank} of {place.size}, leader at {place.coordinator}")
@@ -42,26 +42,26 @@ def run_group(settings: Settings, console: Console, place: GroupPlace, run_worke
 
 
 def end(why: str) -> NoReturn:
-    """From any thread, at once: what else this process waits for may never come."""
+    """Ends the process at once, from any thread, since other waits may never end."""
     os.write(2, f"jdisagg: {' '.join(why.split())}\n".encode())
     sys.stdout.flush()
     os._exit(FAILED)
 
 
 def leave(code: int) -> NoReturn:
-    """Without JAX's own end, which waits for processes that have left as well."""
+    """Exits without JAX's shutdown, which waits for processes that have left as well."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def for_several(settings: Settings) -> Settings:
-    """A draft's KV was never sent with the model's from several processes: only where somebody says so."""
+    """Returns settings with `draft_kv` "auto" as "rebuild", since groups do not send a draft's KV unless asked to."""
     return replace(settings, draft_kv="rebuild") if settings.draft_kv == "auto" else settings
 
 
 def check_whole(settings: Settings, deployment: Deployment) -> None:
-    """Raises ConfigError for what is not shipped from several processes."""
+    """Raises ConfigError for KV that a group cannot ship."""
     if deployment.kv.scaled or deployment.prefill_kv.scaled:
         raise ConfigError(
             f"--group={settings.group} and --kv_dtype={settings.kv_dtype}: several processes keep no quantised pages"
@@ -73,14 +73,16 @@ def _lead(settings: Settings, console: Console, place: GroupPlace, run_workers: 
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     try:
         start.form_world()
-        found = worker_devices(devices.at_hand(settings.platform), place, devices_each(settings, place))
-        device_bytes = devices.memory_bytes(found[0])
-        deployment = resolve_deployment(settings, found[0].platform, device_bytes, chip=devices.chip_of(found[0]))
+        group_devices = worker_devices(devices.at_hand(settings.platform), place, devices_each(settings, place))
+        device_bytes = devices.memory_bytes(group_devices[0])
+        deployment = resolve_deployment(
+            settings, group_devices[0].platform, device_bytes, chip=devices.chip_of(group_devices[0])
+        )
         check_whole(settings, deployment)
-        terminal.show(console, deployment, found[0].platform, settings.load_format)
+        terminal.show(console, deployment, group_devices[0].platform, settings.load_format)
         bar, on_progress = terminal.compile_bar(console)
         with bar:
-            workers = start.build(deployment, found, device_bytes, on_progress, ends.put)
+            workers = start.build(deployment, group_devices, device_bytes, on_progress, ends.put)
     except JdisaggError as error:
         start.failed(error)
         raise
@@ -96,16 +98,16 @@ def _follow(settings: Settings, console: Console, place: GroupPlace) -> int:
     start = MemberStart(settings, place, end)
     try:
         start.form_world()
-        found = worker_devices(devices.at_hand(settings.platform), place, devices_each(settings, place))
-        said = start.sizes()
+        group_devices = worker_devices(devices.at_hand(settings.platform), place, devices_each(settings, place))
+        leader_sizes = start.sizes()
         deployment = resolve_deployment(
-            settings, found[0].platform, said["device_bytes"], chip=devices.chip_of(found[0])
+            settings, group_devices[0].platform, leader_sizes["device_bytes"], chip=devices.chip_of(group_devices[0])
         )
         bar, on_progress = terminal.compile_bar(console)
         with bar:
-            member = start.build(deployment, found, said, on_progress)
-    except GroupEnded as ended:
-        end(f"group {place.group!r} ends: {ended}")
+            member = start.build(deployment, group_devices, leader_sizes, on_progress)
+    except GroupEnded as error:
+        end(f"group {place.group!r} ends: {error}")
     except JdisaggError as error:
         start.failed(error)
         raise

@@ -1,5 +1,7 @@
-"""`python -m jdisagg.launch`: one command from nothing to a running stack. See --help.
-Settings, ports and the deployment are settled before anything is loaded: a mistake costs a second, and one line.
+"""`jdisagg launch`: starts a serving stack, or one process of a cluster, with one command. See --help.
+
+Settings, ports and the deployment are checked before anything is loaded, so that a mistake costs a second and one
+line.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ def preview(settings: Settings, target: str) -> int:
     console = Console(soft_wrap=True)
     platform, memory_bytes, chip = devices.imagined(settings.platform, target, not settings.kv_tokens)
     deployment = resolve_deployment(settings, platform, memory_bytes, chip=chip)
-    there = bool(weight_files(deployment.model_folder))  # a config.json alone will do
-    terminal.show(console, deployment, platform, settings.load_format if there else "random", is_identified=False)
+    has_weights = bool(weight_files(deployment.model_folder))  # a config.json alone is enough
+    terminal.show(console, deployment, platform, settings.load_format if has_weights else "random", is_identified=False)
     group = GroupPlace(settings.group, 0, settings.group_size, settings.coordinator or f"LEADER:{POD_PORT}")
     place = group if settings.group_size > 1 else resolve(settings, os.environ)
     for line in DryRun(deployment, settings, platform, place).lines():
@@ -93,7 +95,7 @@ def preview(settings: Settings, target: str) -> int:
 
 
 def run(settings: Settings) -> int:
-    """Builds the stack and does what the settings ask of it."""
+    """Builds the stack and does what the settings ask for."""
     if settings.supervise:  # as a file or the environment says
         return supervise.run(supervise.child_of(sys.argv))
     write_logs(settings.log_level, settings.log_format)
@@ -109,17 +111,17 @@ def run(settings: Settings) -> int:
 
 
 def run_alone(settings: Settings, console: Console, sockets: servers.Sockets, batch: Batch | None) -> int:
-    """The whole stack in this process: it serves, or answers what it was given and ends."""
+    """Runs the whole stack in this process: it serves, or answers its prompts and ends."""
     settings = located(settings, console)
     mesh = mesh_of(settings)
     saved_programs.check_settings(settings, lambda: read_model(place_of(settings)))
-    found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
-    first = devices.first_of_most(found)
+    devices_found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
+    first = devices.first_of_most(devices_found)
     deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first), chip=devices.chip_of(first))
     terminal.show(console, deployment, " and ".join(mesh.platforms) or first.platform, settings.load_format)
     bar, on_progress = terminal.compile_bar(console)
     with bar:
-        service = build(deployment, settings, found, on_progress, told=partial(terminal.show_weights, console))
+        service = build(deployment, settings, devices_found, on_progress, told=partial(terminal.show_weights, console))
     service.start()
     try:
         if batch is not None or settings.prompt or settings.chat:
@@ -140,7 +142,7 @@ async def _run_once(service: LocalService, settings: Settings, console: Console,
 
 
 def run_in_cluster(settings: Settings, console: Console) -> int:
-    """Plays some of the roles; the others are other processes'."""
+    """Runs some of the roles; other processes have the others."""
     roles = roles_of(settings)
     read_secret(settings)
     if settings.prompt or settings.prompts or settings.chat:
@@ -152,7 +154,7 @@ def run_in_cluster(settings: Settings, console: Console) -> int:
 
 
 def run_roles(settings: Settings, roles: frozenset[str], console: Console, sockets: servers.Sockets | None) -> int:
-    """sockets: of a router or a front."""
+    """Runs these roles; `sockets`: those of a router or a front."""
     servers.check_cluster_ports(settings, ROUTER_ROLE in roles, bool(roles - {ROUTER_ROLE, FRONT_ROLE}))
     settings = located(settings, console)
     if sockets is not None and FRONT_ROLE in roles:
@@ -164,16 +166,16 @@ def run_roles(settings: Settings, roles: frozenset[str], console: Console, socke
     if mesh.platforms:
         raise ConfigError(f"--mesh={mesh} names platforms, which is for one process: give each process its --platform")
     count = num_devices(mesh, roles)
-    found, platform = devices_of(settings, count)
+    devices_found, platform = devices_of(settings, count)
     sized = count > 0
     deployment = resolve_deployment(
-        settings, platform, devices.memory_bytes(found[0]), sized, devices.chip_of(found[0])
+        settings, platform, devices.memory_bytes(devices_found[0]), sized, devices.chip_of(devices_found[0])
     )
     terminal.show(console, deployment, platform, settings.load_format, sized)
     bar, on_progress = terminal.compile_bar(console)
     if sockets is not None:
         with bar:
-            process = build_router(deployment, settings, found, on_progress)
+            process = build_router(deployment, settings, devices_found, on_progress)
         process.start()
         console.print(
             f"[bold]router[/]   workers join at {settings.host}:{process.control_server.port}", highlight=False
@@ -185,14 +187,14 @@ def run_roles(settings: Settings, roles: frozenset[str], console: Console, socke
             process.stop()
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     with bar:
-        workers = build_workers(deployment, settings, found, on_progress, ends.put)
+        workers = build_workers(deployment, settings, devices_found, on_progress, ends.put)
     return run_workers(workers, settings, console, ends)
 
 
 def run_front(settings: Settings, console: Console, sockets: servers.Sockets) -> int:
-    """Serves clients by way of a router elsewhere."""
-    found, platform = devices_of(settings, 0)
-    deployment = resolve_deployment(settings, platform, devices.memory_bytes(found[0]), False)
+    """Serves clients through a router in another process."""
+    devices_found, platform = devices_of(settings, 0)
+    deployment = resolve_deployment(settings, platform, devices.memory_bytes(devices_found[0]), False)
     process = build_front(deployment, settings)
     process.start()
     console.print(f"[bold]front[/]    of the router at {settings.router or 'the leader'}", highlight=False)
@@ -204,11 +206,12 @@ def run_front(settings: Settings, console: Console, sockets: servers.Sockets) ->
 
 
 def devices_of(settings: Settings, count: int) -> tuple[list[Any], str]:
-    """Devices for so many of the mesh's, and what workers run on. A router alone needs none of --platform's."""
+    """Returns devices for `count` of the mesh's, and the workers' platform. A router alone needs none of
+    --platform's."""
     if not count and settings.platform != AUTO:
         return devices.prepare("cpu", 1, settings.compile_cache_dir), settings.platform
-    found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
-    return found, found[0].platform
+    devices_found = devices.prepare(settings.platform, max(1, count), settings.compile_cache_dir)
+    return devices_found, devices_found[0].platform
 
 
 def run_workers(workers: WorkerProcess, settings: Settings, console: Console, ends: queue.SimpleQueue[str]) -> int:
@@ -235,7 +238,7 @@ def run_workers(workers: WorkerProcess, settings: Settings, console: Console, en
 
 @contextmanager
 def _batch(settings: Settings) -> Iterator[Batch | None]:
-    """The lines of --prompts and the file of their answers, before anything is loaded; None where there are none."""
+    """Opens the lines of --prompts and the file of their answers before anything is loaded; None without --prompts."""
     if not settings.prompts:
         yield None
         return
@@ -254,14 +257,14 @@ def _batch(settings: Settings) -> Iterator[Batch | None]:
 
 async def run_batch(service: LocalService, settings: Settings, batch: Batch) -> int:
     """Runs the lines of --prompts that --output does not have yet."""
-    left = batch.left
+    unanswered = batch.left
     with Progress() as bar:
-        done = len(batch.jobs) - len(left)
+        done = len(batch.jobs) - len(unanswered)
         task = bar.add_task(f"{settings.prompts} -> {settings.output}", total=len(batch.jobs), completed=done)
         app, sampling = servers.offline_app(service, settings), terminal.sampling_of(settings)
         failed = await batch.run(service, app, sampling, lambda: bar.advance(task))
     if failed:
-        print(f"jdisagg: {failed} of {len(left)} prompts failed; run it again to try them again", file=sys.stderr)
+        print(f"jdisagg: {failed} of {len(unanswered)} prompts failed; run it again to try them again", file=sys.stderr)
     return FAILED if failed else 0
 
 
@@ -272,10 +275,8 @@ async def serve(
     console: Console,
     profiles: Callable[[float], Profiles] = own_profile,
 ) -> int:
-    """Serves until the first Ctrl-C or SIGTERM, then drains; a second one stops at once.
-
-    A driver that dies ends it as well, with a code that is not 0: whoever supervises the process can start another.
-    """
+    """Serves until the first Ctrl-C or SIGTERM, then drains; a second one stops at once. If the driver dies, it ends
+    with a nonzero code, so that a supervisor can start another process."""
     running = await servers.start(service, settings, sockets, profiles)
     for line in running.urls:
         console.print(f"[bold]ready[/]    {line}", highlight=False)
@@ -304,7 +305,8 @@ def _stop_or_die(stop: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 after a clean end, 1 where prompts failed or the driver died, 2 with one line for a mistake."""
+    """Runs the command. Returns 0 after a clean end, 1 if prompts failed or the driver died, 2 with one line for an
+    error."""
     return command.run("jdisagg", __doc__, declare(), argv, body)
 
 

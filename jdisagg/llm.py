@@ -32,26 +32,26 @@ Answer = TypeVar("Answer")
 
 
 class LLM:
-    """A running stack; arguments are the launcher's flags. Close it, or use it as a context.
+    """A running stack; arguments are the launcher's flags. Close it, or use it as a context manager.
 
     >>> with LLM(mesh="prefill:tp2,decode:pp2") as llm:
     ...     print(llm.generate("def fibonacci(n):").text)
     """
 
     def __init__(self, **settings: Any) -> None:
-        """Loads, compiles and warms. Raises ConfigError, MeshError or CheckpointError."""
+        """Loads, compiles and warms the stack. Raises ConfigError, MeshError or CheckpointError."""
         for name in settings.keys() & REMOVED.keys():
             raise FlagError(f"{name} {REMOVED[name]}")
         self.settings = Settings(**settings)
         self.settings.check()
         self.settings = located(self.settings, Console(stderr=True))
         mesh = mesh_of(self.settings)
-        found = devices.prepare_mesh(mesh, self.settings.platform, self.settings.compile_cache_dir)
-        first = devices.first_of_most(found)
+        all_devices = devices.prepare_mesh(mesh, self.settings.platform, self.settings.compile_cache_dir)
+        first = devices.first_of_most(all_devices)
         self.deployment = resolve_deployment(
             self.settings, first.platform, devices.memory_bytes(first), chip=devices.chip_of(first)
         )
-        self.service = assemble.build(self.deployment, self.settings, found)
+        self.service = assemble.build(self.deployment, self.settings, all_devices)
         self.adapters = adapters_of(self.settings, self.deployment.model, self.deployment.model_name)
         self.service.start()
         self._front = FrontSettings(
@@ -68,42 +68,42 @@ class LLM:
         self._thread.start()
 
     def load_adapter(self, name: str, folder: str) -> Adapter:
-        """For `SamplingParams.adapter`; `enable_lora`, or adapters in `lora`, make room for it. Raises RequestError."""
+        """Loads an adapter for `SamplingParams.adapter`; needs `enable_lora`, or adapters in `lora`. Raises
+        RequestError."""
         return self.adapters.load(name, folder)
 
     def unload_adapter(self, name: str) -> None:
-        """Requests that run go on with it. Raises RequestError."""
+        """Unloads an adapter; running requests keep it to their end. Raises RequestError."""
         self.adapters.unload(name)
 
     def adapter(self, name: str) -> Adapter:
-        """One that is loaded. Raises RequestError."""
-        found = self.adapters.find(name)
-        if found is None:
+        """Returns a loaded adapter by name. Raises RequestError."""
+        adapter = self.adapters.find(name)
+        if adapter is None:
             raise RequestError(f"no adapter {name!r} is loaded; there are: {', '.join(self.adapters.found) or 'none'}")
-        return found
+        return adapter
 
     def generate(self, prompt: Prompt, sampling: SamplingParams = GREEDY) -> Completion:
-        """One whole completion of a text or of token ids."""
+        """Returns one whole completion of a text or of token ids."""
         return self.generate_all([prompt], sampling)[0]
 
     def generate_all(self, prompts: Sequence[Prompt], sampling: SamplingParams = GREEDY) -> list[Completion]:
-        """Completions in the prompts' order; they run together, batched as the workers see fit."""
+        """Returns completions in the prompts' order; they run together, batched by the workers."""
         return self._wait_for(offline.complete_all(self.service, prompts, sampling, self._front))
 
     def chat(self, messages: Messages, sampling: SamplingParams = GREEDY_CHAT, **options: Any) -> Completion:
-        """The answer to messages of {"role", "content"}, by the model's own template; as long as there is room.
-        `options` are fields of a chat over HTTP: tools, tool_choice, response_format, chat_template_kwargs and more.
-
-        What the model calls is in `choices[n].calls`, what it thinks in `choices[n].reasoning`.
-        """
+        """Returns the answer to messages of {"role", "content"}, by the model's chat template. Its length is limited
+        only by the model's context. `options` are fields of a chat over HTTP: tools, tool_choice, response_format,
+        chat_template_kwargs and more. Tool calls are in `choices[n].calls`, reasoning in `choices[n].reasoning`."""
         return self._wait_for(offline.chat(self.service, messages, sampling, self._front, options))
 
     def embed(self, prompts: Sequence[Prompt], pooling: str | None = None) -> list[list[float]]:
-        """A vector for each prompt, of an LLM with embeddings="last" or "mean", which `pooling` may overrule."""
+        """Returns a vector for each prompt, of an LLM with embeddings="last" or "mean"; `pooling` overrides it."""
         return self._wait_for(offline.embed(self.service, prompts, self._front, pooling))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams = GREEDY) -> AsyncGenerator[Piece]:
-        """Pieces of the answers as they come, on the caller's event loop; closing the generator cancels the request."""
+        """Yields pieces of the answer as they come, on the caller's event loop. Closing the generator cancels the
+        request."""
         return offline.stream(self.service, prompt, sampling, self._front)
 
     def _wait_for(self, work: Coroutine[Any, Any, Answer]) -> Answer:

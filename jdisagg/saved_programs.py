@@ -1,8 +1,8 @@
-"""Programs compiled ahead and shipped: a folder of jax's own cache of programs, made by `python -m jdisagg aot --save`,
-and beside them in `programs.json` what made them and for which run.
+"""Programs compiled ahead: a folder of jax's program cache, made by `jdisagg aot --save`.
 
-A start by --compile_cache_dir=FOLDER finds them there. Where something else would have made them now, it says so in one
-line with both values, and compiles; by --compile_cache_dir=only:FOLDER it ends instead.
+Its `programs.json` records the versions and settings of the compilation. A start with --compile_cache_dir=FOLDER
+finds the programs there. If the versions or settings differ, it says so in one line with both values, and compiles;
+with --compile_cache_dir=only:FOLDER it ends instead.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from jdisagg.parallel.topology import machine_name
 
 MANIFEST, ONLY = "programs.json", "only:"
 COMPILERS = {"cpu": "jaxlib", "gpu": "jax-cuda13-plugin", "tpu": "libtpu"}
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # of the compilers, in the environment
-# Settings of these groups, and so called, decide which programs there are.
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables of the compilers
+# Settings in these groups or with these names decide which programs there are.
 SHAPING = frozenset({"mesh", "sizes", "speculative", "mixed_steps", "dtype", "weight_dtype", "kv_dtype", "embeddings"})
 
 log = logging.getLogger(__name__)
 
 
-def made_here(platform: str) -> dict[str, str]:
-    """What compiles programs for "cpu", "gpu" or "tpu" in this process."""
+def compiler_versions(platform: str) -> dict[str, str]:
+    """Returns the versions and flags that compile programs for "cpu", "gpu" or "tpu" in this process."""
     packages = ("jdisagg", "jax", "jaxlib", COMPILERS[platform])
-    machine = {"machine": machine_name()} if platform == "cpu" else {}  # others' programs know nothing of the host's
+    # programs for other platforms do not depend on the host
+    machine = {"machine": machine_name()} if platform == "cpu" else {}
     return {
         **{name: _version(name) for name in packages},
         **{name: os.environ.get(name, "") for name in FLAGS},
@@ -52,10 +53,8 @@ def _version(package: str) -> str:
 
 
 def shape_of(settings: Settings, model: ModelConfig) -> dict[str, Any]:
-    """Returns what of a run decides which programs there are: settings, and the numbers of the model's configuration.
-
-    Weights are arguments of programs, so those of any checkpoint run them; its path is each machine's own.
-    """
+    """Returns the part of a run that decides which programs there are: settings and the model's configuration. Weights
+    are arguments of programs, so any checkpoint of the model can use them; its path may differ by machine."""
     shaping = (each.name for each in fields(Settings) if not SHAPING.isdisjoint((each.metadata["group"], each.name)))
     named = {"model": f"{model.family}-{config_digest(model)[:SHORT_DIGITS]}"}
     return named | {name: getattr(settings, name) for name in shaping}
@@ -64,14 +63,15 @@ def shape_of(settings: Settings, model: ModelConfig) -> dict[str, Any]:
 def write_manifest(
     folder: Path, platform: str, target: str, settings: Settings, model: ModelConfig, programs: int
 ) -> None:
-    """Writes what made the programs of a folder, and for which run."""
-    found = {"platform": platform, "target": target, "programs": programs}
-    written = {**found, "made_by": made_here(platform), "settings": shape_of(settings, model)}
+    """Writes the versions and settings of a folder's programs."""
+    origin = {"platform": platform, "target": target, "programs": programs}
+    written = {**origin, "made_by": compiler_versions(platform), "settings": shape_of(settings, model)}
     (folder / MANIFEST).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """None where the folder holds no programs that were made ahead. Raises ConfigError for one that cannot be read."""
+    """Returns the manifest; None if the folder has no programs compiled ahead. Raises ConfigError for an unreadable
+    one."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -86,15 +86,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def folder_of(setting: str) -> tuple[Path, bool]:
-    """The folder of --compile_cache_dir, and whether a start may have no other programs."""
+    """Returns the folder of --compile_cache_dir, and whether a start may use no other programs."""
     return Path(setting.removeprefix(ONLY)), setting.startswith(ONLY)
 
 
 def fits(setting: str) -> bool:
-    """Whether the folder of --compile_cache_dir holds programs made ahead by what would compile them here.
-
-    One that does not is a warning, or by "only:" a ConfigError.
-    """
+    """Returns True if the folder of --compile_cache_dir has programs of this process's versions and flags. A folder of
+    other versions gives a warning, or with "only:" a ConfigError."""
     folder, only = folder_of(setting)
     manifest = read_manifest(folder)
     if manifest is None:
@@ -103,19 +101,19 @@ def fits(setting: str) -> bool:
                 f"--compile_cache_dir={setting}: no {MANIFEST} there, as python -m jdisagg aot --save makes"
             )
         return False
-    return _same(setting, manifest["made_by"], made_here(manifest["platform"]), str)
+    return _is_same(setting, manifest["made_by"], compiler_versions(manifest["platform"]), str)
 
 
 def check_settings(settings: Settings, read_model: Callable[[], ModelConfig]) -> None:
-    """Says where programs that were made ahead are another run's; raises ConfigError where no others may run."""
+    """Warns if programs compiled ahead belong to another run; raises ConfigError if no others may run."""
     folder, _ = folder_of(settings.compile_cache_dir)
     manifest = read_manifest(folder)
     if manifest is not None:
-        _same(settings.compile_cache_dir, manifest["settings"], shape_of(settings, read_model()), "--{}".format)
+        _is_same(settings.compile_cache_dir, manifest["settings"], shape_of(settings, read_model()), "--{}".format)
 
 
-def _same(setting: str, saved: Mapping[str, Any], here: Mapping[str, Any], named: Callable[[str], str]) -> bool:
-    """Tells of the first that differs."""
+def _is_same(setting: str, saved: Mapping[str, Any], here: Mapping[str, Any], named: Callable[[str], str]) -> bool:
+    """Returns True if both are equal; otherwise reports the first difference."""
     differ = [name for name in here if saved.get(name) != here[name]]
     if not differ:
         return True

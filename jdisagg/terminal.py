@@ -1,4 +1,4 @@
-"""What the launcher says and hears in a terminal: one answer with its ledger, or a conversation."""
+"""The launcher's terminal output: the deployment, one answer with its ledger, or a conversation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from jdisagg.serve.frontends import offline
 from jdisagg.serve.frontends.offline import Prompt
 from jdisagg.serve.frontends.sampling_params import SamplingParams
 
-# What the launcher prints before *ready*: the model, the meshes as a picture, capacities, and the compile bar.
+# The output before *ready*: the model, the meshes as a picture, capacities, and the compile bar.
 
 
 def show(
@@ -46,8 +46,8 @@ def show(
     sized: bool = True,
     is_identified: bool = True,
 ) -> None:
-    """Prints the whole deployment once, `sized`: with its workers' room; `is_identified`: with the fingerprint, for
-    which every byte of the model is read. Raises `CheckpointError` where what is stored cannot be told."""
+    """Prints the whole deployment. `sized`: with the workers' capacity. `is_identified`: with the fingerprint, for
+    which every byte of the model is read. Raises `CheckpointError` if the stored format is unknown."""
     model = f"{deployment.model_name}: {_model_line(deployment.model)}, {deployment.dtype}, {deployment.model_folder}"
     console.print(f"[bold]model[/]    {model}")
     if is_identified:
@@ -79,12 +79,12 @@ def show(
 
 
 def show_weights(console: Console, line: str) -> None:
-    """What loading decided about the matrices."""
+    """Prints how the matrices were loaded."""
     console.print(f"[bold]weights[/]  {line}", highlight=False)
 
 
 def picture(deployment: Deployment) -> list[str]:
-    """Each worker's devices, stage by stage; shards of one stage stand in one bracket."""
+    """Draws each worker's devices, stage by stage; shards of one stage are in one bracket."""
     lines, places = [], deployment.mesh.workers()
     last_prefill = next((place.worker for place in reversed(places) if place.role == "prefill"), None)
     for place in places:
@@ -137,7 +137,7 @@ def _mib(size_bytes: int) -> str:
 
 
 def compile_bar(console: Console) -> tuple[Progress, Callable[[str, int, int], None]]:
-    """A progress bar and the function that moves it: (program's name, programs done, programs in all)."""
+    """Returns a progress bar and its update function: (program's name, programs done, all programs)."""
     bar = Progress(
         TextColumn("[bold]warm[/]    "),
         BarColumn(),
@@ -151,7 +151,7 @@ def compile_bar(console: Console) -> tuple[Progress, Callable[[str, int, int], N
 
 
 def ledger_table(ledger: Ledger, num_tokens: int) -> Table:
-    """Where one request's time went; the parts sum exactly to the whole."""
+    """Returns the ledger of one request; the parts sum exactly to the whole."""
     table = Table("part", "ms", "share", title=f"{num_tokens} tokens", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -175,14 +175,14 @@ def sampling_of(settings: Settings) -> SamplingParams:
 
 
 async def complete_one(service: Service, settings: Settings, console: Console) -> int:
-    """Streams one answer to stdout, then prints its ledger: a chat's, where the model has a template, or a
-    continuation of --prompt, which is then printed before it. The exit code."""
+    """Streams one answer to stdout, then prints its ledger. Returns the exit code. The answer is a chat's if the model
+    has a template, else a continuation of --prompt, which is printed before it."""
     if settings.raw_prompt or not service.tokenizer.has_chat_template:
         prompt: Prompt = settings.prompt
         num_tokens = len(service.tokenizer.encode(settings.prompt))
         print(settings.prompt, end="", flush=True)
     else:
-        prompt, _ = await _chat_prompt(service, [_said("user", settings.prompt)], settings)
+        prompt, _ = await _chat_prompt(service, [_message("user", settings.prompt)], settings)
         num_tokens = len(prompt)
     answer = Answer()
     await answer.stream(service, prompt, _fitting(service, settings, num_tokens))
@@ -200,7 +200,7 @@ def _failed(finish: Finish) -> int:
     return FAILED
 
 
-def _said(role: str, text: str) -> dict[str, Any]:
+def _message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
@@ -209,14 +209,14 @@ async def _chat_prompt(service: Service, messages: offline.Messages, settings: S
 
 
 def _fitting(service: Service, settings: Settings, num_tokens: int) -> SamplingParams:
-    """As asked for, but no more tokens than the model has left after the prompt."""
+    """Returns the sampling parameters, with no more tokens than the model has left after the prompt."""
     room = max(1, service.max_model_len - num_tokens)
     return sampling_of(replace(settings, max_tokens=min(settings.max_tokens, room)))
 
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as it is printed, and when its tokens came."""
+    """One answer as it is printed, with the times of its tokens."""
 
     text: str = ""
     num_tokens: int = 0
@@ -236,8 +236,8 @@ class Answer:
                 print(piece.text, end="", flush=True)
                 self.finish = piece.finish or self.finish
 
-    def told(self, num_prompt_tokens: int) -> str:
-        """One line: time to the first token, tokens a second after it, reused tokens, and the handoff."""
+    def summary(self, num_prompt_tokens: int) -> str:
+        """Returns one line: time to the first token, tokens per second after it, reused tokens, and the handoff."""
         if self.first_s is None:
             return "stopped before its first token"
         parts = [f"first token after {1000 * (self.first_s - self.began_s):,.0f} ms", f"{self.num_tokens} tokens"]
@@ -259,52 +259,52 @@ def _handoff(ledger: Ledger) -> str:
 
 
 class Lines:
-    """Lines of a stream, read by a thread when they are asked for, so that nothing else waits meanwhile."""
+    """Lines of a stream, read by a thread on request, so that the event loop does not block."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     async def next(self) -> str | None:
-        """The next line without its end; None where there are no more."""
-        loop, found = asyncio.get_running_loop(), asyncio.Future[str]()
+        """Returns the next line without its end; None after the last."""
+        loop, line_read = asyncio.get_running_loop(), asyncio.Future[str]()
 
         def read() -> None:
             line = self._stream.readline()
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-                loop.call_soon_threadsafe(lambda: found.done() or found.set_result(line))
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(lambda: line_read.done() or line_read.set_result(line))
 
         threading.Thread(target=read, name="terminal", daemon=True).start()
-        line = await found
+        line = await line_read
         return line.rstrip("\r\n") if line else None
 
 
 async def converse(service: Service, settings: Settings, console: Console, stream: TextIO | None = None) -> int:
-    """A conversation until the lines of `stream` (stdin) end; Ctrl-C stops the answer that is under way."""
+    """Runs a conversation until the lines of `stream` (stdin) end; Ctrl-C stops the running answer."""
     source = stream or sys.stdin or io.StringIO()  # a process may have been started without stdin
     if not service.tokenizer.has_chat_template:
         raise RequestError(f"{service.model_name} has no chat template: it cannot --chat; --prompt completes", "chat")
     console.print("Ctrl-C stops an answer, Ctrl-D ends", style="dim")
     lines, messages = Lines(source), list[dict[str, Any]]()
-    while (line := await _heard(lines, source)) is not None:
+    while (line := await _next_line(lines, source)) is not None:
         if not line.strip():
             continue
-        messages.append(_said("user", line))
+        messages.append(_message("user", line))
         try:
             prompt, _ = await _chat_prompt(service, messages, settings)
-            answer = await _answered(service, prompt, _fitting(service, settings, len(prompt)))
+            answer = await _stream_answer(service, prompt, _fitting(service, settings, len(prompt)))
         except TooLong as error:
             console.print(f"{error}; what was said is forgotten", style="yellow", highlight=False)
             messages.clear()
             continue
-        console.print(answer.told(len(prompt)), style="dim", highlight=False)
-        messages.append(_said("assistant", answer.text))
+        console.print(answer.summary(len(prompt)), style="dim", highlight=False)
+        messages.append(_message("assistant", answer.text))
         if answer.finish is not None and _failed(answer.finish):
             return FAILED
     return 0
 
 
-async def _heard(lines: Lines, stream: TextIO) -> str | None:
-    """The next line; written after the prompt where no terminal has echoed it."""
+async def _next_line(lines: Lines, stream: TextIO) -> str | None:
+    """Returns the next line; echoes it after the prompt if no terminal did."""
     print(YOU, end="", flush=True)
     with on_interrupt(lambda: print(f"\n(Ctrl-D ends)\n{YOU}", end="", flush=True)):
         line = await lines.next()
@@ -313,8 +313,8 @@ async def _heard(lines: Lines, stream: TextIO) -> str | None:
     return line
 
 
-async def _answered(service: Service, prompt: Prompt, sampling: SamplingParams) -> Answer:
-    """The answer as far as it came before Ctrl-C."""
+async def _stream_answer(service: Service, prompt: Prompt, sampling: SamplingParams) -> Answer:
+    """Returns the answer as far as it came before Ctrl-C."""
     answer = Answer()
     streaming = asyncio.ensure_future(answer.stream(service, prompt, sampling))
     with on_interrupt(streaming.cancel), contextlib.suppress(asyncio.CancelledError):
@@ -325,7 +325,7 @@ async def _answered(service: Service, prompt: Prompt, sampling: SamplingParams) 
 
 @contextmanager
 def on_interrupt(act: Callable[[], Any]) -> Iterator[None]:
-    """Ctrl-C does this meanwhile."""
+    """Calls `act` on Ctrl-C for the `with` block."""
     loop = asyncio.get_running_loop()
     before = signal.getsignal(signal.SIGINT)
     loop.add_signal_handler(signal.SIGINT, act)
@@ -336,30 +336,30 @@ def on_interrupt(act: Callable[[], Any]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-# Where this process stands: --labels, and for what it does not say, the host's name and what schedulers tell.
+# The location of this process: --labels, else the host's name and the schedulers' variables.
 
-# The first of a label's variables that is set says it: Kubernetes' downward API (names that manifests give), SLURM's
-# topology plugin and node name, and what TPU VMs are told of their slice.
+# The first variable of a label that is set counts: Kubernetes' downward API (names that manifests give), SLURM's
+# topology plugin and node name, and the slice variables of TPU VMs.
 VARIABLES: dict[str, tuple[str, ...]] = {
     "host": ("NODE_NAME", "SLURMD_NODENAME", "HOSTNAME"),
     "rack": ("NODE_RACK",),
     "slice": ("MEGASCALE_SLICE_ID", "JOB_INDEX", "LWS_GROUP_INDEX"),
     "pod": ("NODE_BLOCK",),
 }
-JOBS = ("TPU_NAME", "JOBSET_NAME", "LWS_NAME")  # a slice is numbered within its job, or is all of it
-SLURM_TREE = "SLURM_TOPOLOGY_ADDR"  # as spine.leaf.node; its pattern, switch.switch.node, is in the next
+JOBS = ("TPU_NAME", "JOBSET_NAME", "LWS_NAME")  # a slice is numbered within its job, or is the whole job
+SLURM_TREE = "SLURM_TOPOLOGY_ADDR"  # as spine.leaf.node; its pattern, switch.switch.node, is in the next variable
 SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR_PATTERN"
 
 
 def here(text: str, environment: Mapping[str, str] = os.environ, hostname: str = "", process: int = 0) -> Labels:
-    """Of this process. Raises ConfigError where `text`, the flag's, cannot be."""
+    """Returns the labels of this process. Raises ConfigError if `text`, the flag's value, is invalid."""
     given = Labels.parse(text)
     hostname, process = hostname or socket.gethostname(), process or os.getpid()
-    found = {name: _first(environment, VARIABLES.get(name, ())) for name in NAMES} | _slurm(environment)
-    found["host"] = found["host"] or _clean(hostname)
-    found["slice"] = _clean("/".join(filter(None, (_first(environment, JOBS), found["slice"]))))
-    found["process"] = _clean(f"{hostname}/{process}")
-    return replace(given, **{name: value for name, value in found.items() if value and not getattr(given, name)})
+    by_label = {name: _first(environment, VARIABLES.get(name, ())) for name in NAMES} | _slurm(environment)
+    by_label["host"] = by_label["host"] or _clean(hostname)
+    by_label["slice"] = _clean("/".join(filter(None, (_first(environment, JOBS), by_label["slice"]))))
+    by_label["process"] = _clean(f"{hostname}/{process}")
+    return replace(given, **{name: value for name, value in by_label.items() if value and not getattr(given, name)})
 
 
 def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
@@ -367,11 +367,11 @@ def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Switches as SLURM's tree names them: the one above the node is its rack, the topmost its pod."""
-    kinds = environment.get(SLURM_PATTERN, "").split(".")
+    """Returns the switches of SLURM's topology tree: the one above the node is its rack, the topmost its pod."""
+    levels = environment.get(SLURM_PATTERN, "").split(".")
     switches = [
         name
-        for kind, name in zip(kinds, environment.get(SLURM_TREE, "").split("."), strict=False)
+        for kind, name in zip(levels, environment.get(SLURM_TREE, "").split("."), strict=False)
         if kind == "switch" and name
     ]
     named = {"rack": switches[-1]} if switches else {}
@@ -379,5 +379,5 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _clean(text: str) -> str:
-    """As a label can be: what schedulers say is not the user's mistake."""
+    """Replaces characters that a label cannot have, since schedulers' values are not the user's mistake."""
     return "".join(each if each.isprintable() and each not in ", =" else "-" for each in text)[:LONGEST_LABEL]

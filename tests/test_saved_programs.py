@@ -50,7 +50,7 @@ def test_programs_of_another_compiler_are_compiled_anew_with_both_versions_in_on
     with caplog.at_level(logging.WARNING):
         assert not saved_programs.fits(str(folder))
     (record,) = caplog.records
-    assert f"jaxlib=0.1.2, this is jaxlib={saved_programs.made_here('cpu')['jaxlib']}" in record.message
+    assert f"jaxlib=0.1.2, this is jaxlib={saved_programs.compiler_versions('cpu')['jaxlib']}" in record.message
     assert record.message.endswith("what differs is compiled here")
 
 

@@ -1,1 +1,1 @@
-"""Where a process stands among others: its place in a group, and the jobs that schedulers start; text and numbers."""
+"""The place of a process in a worker group, and the jobs that schedulers start, as text and numbers."""

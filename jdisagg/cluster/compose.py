@@ -1,4 +1,4 @@
-"""One machine: a container for the router and one for each worker, and the image that they are made of."""
+"""Writes a Compose file for one machine, with a container for the router and one per worker, and their Dockerfile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/ready', 
 
 
 def compose(job: Job) -> dict[str, Any]:
-    """`compose.yaml`: all on the machine's own network, so that KV goes by shared memory. Raises ConfigError."""
+    """Returns `compose.yaml`: all services on the host's network, so that KV uses shared memory. Raises ConfigError."""
     if job.settings.http_port <= 0:
         raise ConfigError(f"--http_port={job.settings.http_port}: a container is asked for its health there")
     services = {"router": _router(job)}
@@ -36,25 +36,25 @@ def compose(job: Job) -> dict[str, Any]:
 
 
 def _pool(job: Job, url: str) -> dict[str, Any]:
-    """The servers of a pool on this machine; another's, and an object store, are there already."""
-    where = urlsplit(url)
-    if where.hostname not in ("127.0.0.1", "localhost"):
+    """Returns the shared pool's services if it is on this machine; a remote one and an object store exist already."""
+    address = urlsplit(url)
+    if address.hostname not in ("127.0.0.1", "localhost"):
         return {}
-    if where.scheme == "mooncake":
-        return _mooncake(job, where.port or 50051)
-    if where.scheme != "redis":
+    if address.scheme == "mooncake":
+        return _mooncake(job, address.port or 50051)
+    if address.scheme != "redis":
         return {}
-    keeps = ("--save", "", "--maxmemory", POOL_MEMORY, "--maxmemory-policy", "allkeys-lru")
-    command = ["valkey-server", "--bind", "127.0.0.1", "--port", str(where.port or 6379), *keeps]
+    limits = ("--save", "", "--maxmemory", POOL_MEMORY, "--maxmemory-policy", "allkeys-lru")
+    command = ["valkey-server", "--bind", "127.0.0.1", "--port", str(address.port or 6379), *limits]
     return {"pool": {"image": POOL_IMAGE, "command": command, "network_mode": "host", "restart": "on-failure"}}
 
 
 def _mooncake(job: Job, port: int) -> dict[str, Any]:
-    """A master, and a node that gives memory; both come with the package that the image has for its client."""
+    """Returns a master and a storage node; both come with the package that the image has for its client."""
     master = ["mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1"]
-    found = f"--master_server_address=127.0.0.1:{port}"
+    master_address = f"--master_server_address=127.0.0.1:{port}"
     memory = f"--global_segment_size={POOL_MEMORY.removesuffix('gb')} GB"
-    node = ["mooncake_client", "--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", found, memory]
+    node = ["mooncake_client", "--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", master_address, memory]
     return {"pool-master": _server(job, master), "pool-node": _server(job, node)}
 
 
@@ -63,7 +63,7 @@ def _server(job: Job, command: list[str]) -> dict[str, Any]:
 
 
 def _router(job: Job) -> dict[str, Any]:
-    told = as_flags(
+    arguments = as_flags(
         role="router",
         host=job.settings.host,
         control_port=job.settings.control_port,
@@ -71,26 +71,26 @@ def _router(job: Job) -> dict[str, Any]:
         compile_cache_dir="/cache",
     )
     test = ["CMD", "python", "-c", READY.format(port=job.settings.http_port)]
-    asked = {"test": test, "interval": "10s", "timeout": "6s", "retries": 3, "start_period": "1800s"}
-    return _service(job, told) | {"healthcheck": asked}
+    healthcheck = {"test": test, "interval": "10s", "timeout": "6s", "retries": 3, "start_period": "1800s"}
+    return _service(job, arguments) | {"healthcheck": healthcheck}
 
 
 def _worker(job: Job, part: Part, devices: range) -> dict[str, Any]:
-    told = as_flags(
+    arguments = as_flags(
         role=part.role,
         router=f"127.0.0.1:{job.settings.control_port}",
         secret_file=SECRET,
         compile_cache_dir="/cache",
         group_size=1,
     )
-    found = _service(job, told) | {"depends_on": {"router": {"condition": "service_started"}}}
+    service = _service(job, arguments) | {"depends_on": {"router": {"condition": "service_started"}}}
     if job.platform == "gpu":
         device = {"driver": "nvidia", "device_ids": [str(each) for each in devices], "capabilities": ["gpu"]}
-        found["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
-    return found
+        service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+    return service
 
 
-def _service(job: Job, told: list[str]) -> dict[str, Any]:
+def _service(job: Job, arguments: list[str]) -> dict[str, Any]:
     model = job.settings.model
     volumes: list[Any] = ["cache:/cache"]
     if model.startswith("/"):
@@ -98,7 +98,7 @@ def _service(job: Job, told: list[str]) -> dict[str, Any]:
     return {
         "image": job.image,
         "build": BUILD,
-        "command": ["python", "-m", "jdisagg.launch", *shared_arguments(job), *told],
+        "command": ["python", "-m", "jdisagg.launch", *shared_arguments(job), *arguments],
         "network_mode": "host",
         "ipc": "host",
         "restart": "on-failure",
@@ -109,15 +109,15 @@ def _service(job: Job, told: list[str]) -> dict[str, Any]:
 
 
 def _installed(pool: str) -> str:
-    """The project, with what the pool's client needs."""
+    """Returns the Dockerfile lines that install the project with the package of the pool's client."""
     extra = "mooncake" if pool.startswith("mooncake:") else "pool" if pool else ""
-    verbs = "RUN apt-get update && apt-get install -y --no-install-recommends libibverbs1\n" * (extra == "mooncake")
+    ibverbs = "RUN apt-get update && apt-get install -y --no-install-recommends libibverbs1\n" * (extra == "mooncake")
     project = f'".[{extra}]"' if extra else "."
-    return f'{verbs}RUN pip install --no-cache-dir {project} "$JAX"'
+    return f'{ibverbs}RUN pip install --no-cache-dir {project} "$JAX"'
 
 
 def dockerfile(job: Job, note: str) -> str:
-    """The image of all processes; the accelerator's packages are an argument of its build."""
+    """Returns the Dockerfile of all processes; the accelerator's package is a build argument."""
     jax = {"cpu": "jax", "gpu": "jax[cuda13]", "tpu": "jax[tpu]"}[job.platform]
     return f"""# {note}
 # docker build --file launch/Dockerfile --build-arg JAX="{jax}" --tag {job.image} .

@@ -1,7 +1,7 @@
-"""What a job is made of: the processes that a mesh comes to on hosts of so many devices, and what each is told.
+"""A job: the processes of a mesh on hosts of a given size, and the flags of each process.
 
-A worker of the mesh is a process of its own here, or a group of them where it has more devices than a host. All are
-told one mesh, of one worker a pool: the schedulers count workers, and add and take some away.
+Each worker of the mesh is a process, or a group of processes if it has more devices than a host. All processes get
+one mesh with one worker per pool, since schedulers count workers, and add and remove them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role
 
 AUTO = "auto"
-KV_PORT, HEALTH_PORT = 8101, 8102  # of a worker's pod: where its KV is pulled, and where it is asked for its health
+KV_PORT, HEALTH_PORT = 8101, 8102  # ports of a worker's pod: for KV pulls, and for health checks
 PLATFORMS = ("cpu", "gpu", "tpu")
-PLACED = {  # what each kind of job says itself, or what is of no use to one
+PLACED = {  # settings that the job sets itself, or that make no sense in a job
     *(
         "mesh",
         "role",
@@ -54,39 +54,39 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A router and workers, as every kind of scheduler is told of them."""
+    """A router and workers, in a form common to all schedulers."""
 
     name: str
     image: str
     platform: str
-    settings: Settings  # of every process; its mesh has one worker a pool
+    settings: Settings  # of every process; its mesh has one worker per pool
     parts: tuple[Part, ...]
-    routers: int = 1  # of several one leads, by the lease of `coordination`
-    fronts: int = 0  # processes that serve clients by way of the router; 0: the router does
-    namespace: str = "default"  # of Kubernetes
+    routers: int = 1  # if several, one leads by the lease of `coordination`
+    fronts: int = 0  # processes that serve clients through the router; 0: the router does
+    namespace: str = "default"  # Kubernetes namespace
 
     @property
     def router_name(self) -> str:
-        """The name of the router's Deployment, of its control Service and of its lease."""
+        """Returns the name of the router's Deployment, of its control Service and of its lease."""
         return f"{self.name}-router"
 
     @property
     def coordination(self) -> str:
-        """The --coordination of every process; empty where there is one router."""
+        """Returns the --coordination of every process; empty with one router."""
         if self.routers == 1:
             return ""
         return self.settings.coordination or f"kubernetes:{self.namespace}/{self.router_name}"
 
     @property
     def where(self) -> dict[str, str]:
-        """The flag by which workers and fronts find the router."""
+        """Returns the flag by which workers and fronts find the router."""
         if self.coordination:
             return {"coordination": self.coordination}
         return {"router": f"{self.router_name}:{self.settings.control_port}"}
 
 
 def with_fronts(job: Job, routers: int, fronts: int) -> Job:
-    """Returns the job with so many routers and fronts. Raises ConfigError where clients would find no server."""
+    """Returns the job with `routers` and `fronts`. Raises ConfigError if clients would have no server."""
     if routers < 1 or fronts < 0:
         raise ConfigError(f"--routers is {routers} and --fronts {fronts}, must be 1 or more, and 0 or more")
     if routers > 1 and not fronts:
@@ -98,7 +98,7 @@ def with_fronts(job: Job, routers: int, fronts: int) -> Job:
 
 
 def job_of(settings: Settings, name: str, image: str, platform: str, devices_per_host: int) -> Job:
-    """The job of `settings` on hosts of so many devices. Raises ConfigError for what cannot be placed."""
+    """Returns the job of `settings` on hosts of `devices_per_host`. Raises ConfigError if it cannot be placed."""
     if settings.mesh == AUTO:
         raise ConfigError("a job needs its mesh written out, as --mesh=prefill:tp2,decode:pp2: auto is for one process")
     if settings.tls_cert:
@@ -111,14 +111,12 @@ def job_of(settings: Settings, name: str, image: str, platform: str, devices_per
 
 
 def with_rings(job: Job) -> Job:
-    """The job with decode pipelines of several processes as rings: `stages` are programs of one process.
-
-    Raises ConfigError where a pipeline of several processes cannot be one.
-    """
+    """Returns the job with decode pipelines of several processes as rings; separate stages need one process. Raises
+    ConfigError if such a pipeline cannot be a ring."""
     sizes = {part.role: part.size for part in job.parts}
     pools = MeshSpec.parse(job.settings.mesh).pools
-    found = ",".join(str(_ring(pool) if pool.pp > 1 and sizes[pool.role.value] > 1 else pool) for pool in pools)
-    return replace(job, settings=replace(job.settings, mesh=str(MeshSpec.parse(found))))
+    pools_text = ",".join(str(_ring(pool) if pool.pp > 1 and sizes[pool.role.value] > 1 else pool) for pool in pools)
+    return replace(job, settings=replace(job.settings, mesh=str(MeshSpec.parse(pools_text))))
 
 
 def _ring(pool: PoolSpec) -> PoolSpec:
@@ -143,13 +141,13 @@ def _part(pool: PoolSpec, devices_per_host: int) -> Part:
 
 
 def shared_arguments(job: Job) -> list[str]:
-    """What every process is told, but for its place: a flag a setting that is not the default."""
+    """Returns the flags that all processes share: each setting that is not at its default."""
     standard = Settings()
-    told = {each.name: getattr(job.settings, each.name) for each in fields(Settings) if each.name not in PLACED}
-    told = {name: value for name, value in told.items() if value != getattr(standard, name)}
-    return as_flags(mesh=job.settings.mesh, platform=job.platform, dtype=job.settings.dtype, **told)
+    settings = {each.name: getattr(job.settings, each.name) for each in fields(Settings) if each.name not in PLACED}
+    settings = {name: value for name, value in settings.items() if value != getattr(standard, name)}
+    return as_flags(mesh=job.settings.mesh, platform=job.platform, dtype=job.settings.dtype, **settings)
 
 
 def as_flags(**values: Any) -> list[str]:
-    """--name=value of each, in this order."""
+    """Returns --name=value for each value, in this order."""
     return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items()]

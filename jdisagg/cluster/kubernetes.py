@@ -1,4 +1,4 @@
-"""Manifests of a job: the router, and its workers by a LeaderWorkerSet a role, a DisaggregatedSet or JobSets."""
+"""Writes a job's manifests: the router, and its workers as LeaderWorkerSets, a DisaggregatedSet or JobSets."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 from jdisagg.cluster.job import HEALTH_PORT, KV_PORT, Job, Part, as_flags, shared_arguments, with_rings
 from jdisagg.core.errors import ConfigError
 
-# Pods of a job as Kubernetes is told of them: the router's, and a worker's.
+# The pod templates of a job: of the router, a front and a worker.
 
 Document = dict[str, Any]
 SECRET_FOLDER, CACHE_FOLDER, SHARED_MEMORY = "/etc/jdisagg", "/cache", "/dev/shm"
-START_S = 1800  # for weights to be read and programs to be compiled
-NOTICE_S = 5  # for endpoints to forget a pod before it drains
+START_S = 1800  # for reading weights and compiling programs
+NOTICE_S = 5  # for endpoints to remove a pod before it drains
 MARGIN_S = 10
 RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}
 USER = 1000
 
 
-POD_NAMES = {  # of a worker's own: where its KV is pulled, and where it stands (`jdisagg.terminal`)
+POD_NAMES = {  # of a worker: its KV address, and its location (`terminal.py`)
     "POD_IP": "status.podIP",
     "NODE_NAME": "spec.nodeName",
 }
 
 
-def told_by(name: str, path: str) -> Document:
-    """A variable that Kubernetes fills with what it knows of the pod."""
+def field_variable(name: str, path: str) -> Document:
+    """Returns an environment variable that Kubernetes fills with a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
@@ -37,43 +37,45 @@ def labels(job: Job, component: str) -> dict[str, str]:
 
 
 def router_pod(job: Job) -> Document:
-    """Returns the pod template of a router; where there are several, each tells the lease its own address."""
-    found = {"control_advertise": "$(POD_IP)", "coordination": job.coordination} if job.coordination else {}
-    told = as_flags(
+    """Returns the pod template of a router; with several routers, each writes its own address into the lease."""
+    coordination_flags = (
+        {"control_advertise": "$(POD_IP)", "coordination": job.coordination} if job.coordination else {}
+    )
+    arguments = as_flags(
         role="router",
         host="0.0.0.0",
         control_port=job.settings.control_port,
-        **found,
+        **coordination_flags,
         secret_file=f"{SECRET_FOLDER}/secret",
         compile_cache_dir=CACHE_FOLDER,
     )
-    pod = _server_pod(job, "router", told, {"control": job.settings.control_port})
-    if found:
-        pod["spec"]["containers"][0]["env"] = [told_by("POD_IP", POD_NAMES["POD_IP"])]
+    pod = _server_pod(job, "router", arguments, {"control": job.settings.control_port})
+    if coordination_flags:
+        pod["spec"]["containers"][0]["env"] = [field_variable("POD_IP", POD_NAMES["POD_IP"])]
     return pod
 
 
 def front_pod(job: Job) -> Document:
-    """Returns the pod template of a front, whose streams go on whichever router leads."""
-    told = as_flags(
+    """Returns the pod template of a front, whose streams continue when another router leads."""
+    arguments = as_flags(
         role="front",
         host="0.0.0.0",
         **job.where,
         secret_file=f"{SECRET_FOLDER}/secret",
         compile_cache_dir=CACHE_FOLDER,
     )
-    return _server_pod(job, "front", told, {})
+    return _server_pod(job, "front", arguments, {})
 
 
-def _server_pod(job: Job, component: str, told: list[str], more: Mapping[str, int]) -> Document:
-    """What answers clients, or could; more: ports beside theirs."""
+def _server_pod(job: Job, component: str, arguments: list[str], more: Mapping[str, int]) -> Document:
+    """Returns the pod template of a router or front; `more`: further ports."""
     ports = {"http": job.settings.http_port, "grpc": job.settings.grpc_port, **more}
     named = [{"name": name, "containerPort": port} for name, port in ports.items() if port > 0]
-    container = _container(job, component, told) | {
+    container = _container(job, component, arguments) | {
         "ports": named,
-        "startupProbe": _asks("/live", 5, START_S // 5),
-        "livenessProbe": _asks("/live", 10, 3),
-        "readinessProbe": _asks("/ready", 5, 2),
+        "startupProbe": _http_probe("/live", 5, START_S // 5),
+        "livenessProbe": _http_probe("/live", 10, 3),
+        "readinessProbe": _http_probe("/ready", 5, 2),
         "lifecycle": {"preStop": {"sleep": {"seconds": NOTICE_S}}},
         "resources": {"requests": {"cpu": "4", "memory": "8Gi"}},
     }
@@ -84,9 +86,9 @@ def _server_pod(job: Job, component: str, told: list[str], more: Mapping[str, in
 
 
 def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] | None = None) -> Document:
-    """The pod template of one process of a worker; `probed`: it is asked for its health."""
+    """Returns the pod template of one process of a worker; `probed`: it has health probes."""
     health = {"health_port": HEALTH_PORT} if probed else {}
-    told = as_flags(
+    arguments = as_flags(
         role=part.role,
         host="0.0.0.0",
         **job.where,
@@ -97,8 +99,8 @@ def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] |
         compile_cache_dir=CACHE_FOLDER,
         group_size=part.size,
     )
-    container = _container(job, part.role, told) | {
-        "env": [told_by(name, path) for name, path in POD_NAMES.items()],
+    container = _container(job, part.role, arguments) | {
+        "env": [field_variable(name, path) for name, path in POD_NAMES.items()],
         "ports": [
             {"name": "kv", "containerPort": KV_PORT},
             *({"name": "health", "containerPort": port} for port in health.values()),
@@ -107,9 +109,9 @@ def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] |
     }
     if probed:
         container |= {
-            "startupProbe": _asks("/live", 5, START_S // 5, "health"),
-            "livenessProbe": _asks("/live", 10, 6, "health"),
-            "readinessProbe": _asks("/ready", 5, 2, "health"),
+            "startupProbe": _http_probe("/live", 5, START_S // 5, "health"),
+            "livenessProbe": _http_probe("/live", 10, 6, "health"),
+            "readinessProbe": _http_probe("/ready", 5, 2, "health"),
         }
     placed = {"nodeSelector": dict(selector)} if selector else {}
     return {"metadata": {"labels": labels(job, part.role)}, "spec": {**placed, **_pod(job, container)}}
@@ -125,17 +127,17 @@ def _pod(job: Job, container: Document) -> Document:
     if model:
         claim = {"claimName": f"{job.name}-models", "readOnly": True}
         volumes.append({"name": "models", "persistentVolumeClaim": claim})
-    grace_s = int(job.settings.drain_s) + NOTICE_S + MARGIN_S  # SIGTERM drains, for --drain_s at most
-    found: Document = {"terminationGracePeriodSeconds": grace_s, "containers": [container], "volumes": volumes}
+    grace_s = int(job.settings.drain_s) + NOTICE_S + MARGIN_S  # SIGTERM drains for at most --drain_s
+    spec: Document = {"terminationGracePeriodSeconds": grace_s, "containers": [container], "volumes": volumes}
     if job.coordination.startswith("kubernetes"):
-        found["serviceAccountName"] = job.name
-    if job.platform != "tpu":  # a TPU's driver wants more rights than these
-        person = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
-        found["securityContext"] = {**person, "seccompProfile": {"type": "RuntimeDefault"}}
-    return found
+        spec["serviceAccountName"] = job.name
+    if job.platform != "tpu":  # a TPU's driver needs more privileges
+        user = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
+        spec["securityContext"] = {**user, "seccompProfile": {"type": "RuntimeDefault"}}
+    return spec
 
 
-def _container(job: Job, name: str, told: list[str]) -> Document:
+def _container(job: Job, name: str, arguments: list[str]) -> Document:
     model = _model_folder(job)
     mounts: list[Document] = [
         {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
@@ -144,19 +146,19 @@ def _container(job: Job, name: str, told: list[str]) -> Document:
     ]
     if model:
         mounts.append({"name": "models", "mountPath": model, "readOnly": True})
-    rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    restrictions = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     return {
         "name": name,
         "image": job.image,
         "command": ["python", "-m", "jdisagg.launch"],
-        "args": [*shared_arguments(job), *told],
+        "args": [*shared_arguments(job), *arguments],
         "volumeMounts": mounts,
-        **({} if job.platform == "tpu" else {"securityContext": rights}),
+        **({} if job.platform == "tpu" else {"securityContext": restrictions}),
     }
 
 
 def _model_folder(job: Job) -> str:
-    """Where the folder of models is mounted; empty for a model that is in the image or fetched by its name."""
+    """Returns the mount point of the model folder; empty for a model in the image or fetched by its name."""
     place = PurePosixPath(job.settings.model)
     return str(place.parent) if place.is_absolute() and str(place.parent) != "/" else ""
 
@@ -168,34 +170,34 @@ def _resources(job: Job, part: Part) -> Document:
     return {"requests": count, "limits": dict(count)}
 
 
-def _asks(path: str, every_s: int, failures: int, port: str = "http") -> Document:
+def _http_probe(path: str, every_s: int, failures: int, port: str = "http") -> Document:
     return {"httpGet": {"path": path, "port": port}, "periodSeconds": every_s, "failureThreshold": failures}
 
 
-# Scalers outside that follow what the autoscaler says the load asks for: `jdisagg_desired_replicas`, by role.
+# External scalers that follow the autoscaler's metric `jdisagg_desired_replicas`, by role.
 #
-# It rises at once and falls to the most of the last ten minutes: scalers add no patience of their own.
+# The metric rises at once and falls to the maximum of the last ten minutes, so scalers have no stabilization window.
 
 METRIC = "jdisagg_desired_replicas"
 PROMETHEUS = "http://prometheus:9090"
-GROWTH = 4  # times as many as the plan has: the most that a scaler may make of them
+GROWTH = 4  # the largest multiple of the plan's replicas that a scaler may set
 SETS = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
-DISAGGREGATED_SCALER = ("disaggregatedset.x-k8s.io/v1", "DisaggregatedSetRoleScaler")  # one a role, made by its set
+DISAGGREGATED_SCALER = ("disaggregatedset.x-k8s.io/v1", "DisaggregatedSetRoleScaler")  # one per role, made by its set
 
 
 def scaled(job: Job) -> bool:
-    """Whether the router tells how many workers the load asks for."""
+    """Returns True if the router publishes the number of workers that the load asks for."""
     return job.settings.autoscale != "off"
 
 
 def pod_autoscalers(job: Job, target: tuple[str, str] = SETS) -> list[Document]:
-    """By an adapter that shows the metric as an external one."""
+    """Returns HorizontalPodAutoscalers, for an adapter that serves the metric as an external one."""
     return [_pod_autoscaler(job, part, target) for part in job.parts]
 
 
 def _pod_autoscaler(job: Job, part: Part, target: tuple[str, str]) -> Document:
     metric = {"name": METRIC, "selector": {"matchLabels": {"role": part.role}}}
-    wanted = {
+    metric_target = {
         "type": "External",
         "external": {"metric": metric, "target": {"type": "AverageValue", "averageValue": "1"}},
     }
@@ -204,27 +206,27 @@ def _pod_autoscaler(job: Job, part: Part, target: tuple[str, str]) -> Document:
         "scaleTargetRef": _target(job, part, target),
         "minReplicas": 1,
         "maxReplicas": GROWTH * part.replicas,
-        "metrics": [wanted],
+        "metrics": [metric_target],
         "behavior": {"scaleUp": at_once, "scaleDown": at_once},
     }
     return _document(job, part, ("autoscaling/v2", "HorizontalPodAutoscaler"), spec)
 
 
 def scaled_objects(job: Job, target: tuple[str, str] = SETS) -> list[Document]:
-    """Of KEDA, which asks Prometheus itself."""
+    """Returns KEDA ScaledObjects, which query Prometheus themselves."""
     return [_scaled_object(job, part, target) for part in job.parts]
 
 
 def _scaled_object(job: Job, part: Part, target: tuple[str, str]) -> Document:
     query = f'max({METRIC}{{role="{part.role}"}})'
-    told = {"serverAddress": PROMETHEUS, "query": query, "threshold": "1"}
+    trigger = {"serverAddress": PROMETHEUS, "query": query, "threshold": "1"}
     spec = {
         "scaleTargetRef": _target(job, part, target),
         "pollingInterval": 15,
         "minReplicaCount": 1,
         "maxReplicaCount": GROWTH * part.replicas,
-        "fallback": {"failureThreshold": 4, "replicas": part.replicas},  # where nobody tells: as planned
-        "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": told}],
+        "fallback": {"failureThreshold": 4, "replicas": part.replicas},  # without the metric: as planned
+        "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": trigger}],
     }
     return _document(job, part, ("keda.sh/v1alpha1", "ScaledObject"), spec)
 
@@ -240,12 +242,12 @@ def _document(job: Job, part: Part, kind: tuple[str, str], spec: Document) -> Do
 
 
 EXCLUSIVE = "leaderworkerset.sigs.k8s.io/exclusive-topology"
-JOBSET_NAMES = {  # what `jdisagg.cluster.membership` reads -> JobSet's annotation of a pod
+JOBSET_NAMES = {  # variables that `membership.py` reads -> JobSet's annotation of a pod
     "JOBSET_NAME": "jobset.sigs.k8s.io/jobset-name",
     "REPLICATED_JOB_NAME": "jobset.sigs.k8s.io/replicatedjob-name",
     "JOB_INDEX": "jobset.sigs.k8s.io/job-index",
 }
-LWS_NAMES = {  # what `jdisagg.terminal` reads beside what LeaderWorkerSets say -> their label of a pod
+LWS_NAMES = {  # variables that `terminal.py` reads in addition -> LeaderWorkerSet's label of a pod
     "LWS_NAME": "leaderworkerset.sigs.k8s.io/name",
     "LWS_GROUP_INDEX": "leaderworkerset.sigs.k8s.io/group-index",
 }
@@ -253,8 +255,8 @@ MAX_RESTARTS = 1000
 Selectors = Callable[[Part], Mapping[str, str]]
 
 
-def anywhere(part: Part) -> Mapping[str, str]:
-    """No node is preferred to another."""
+def no_selector(part: Part) -> Mapping[str, str]:
+    """Returns no node selector."""
     return {}
 
 
@@ -262,7 +264,7 @@ ROLLING = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxS
 
 
 def router(job: Job) -> list[Document]:
-    """Returns the routers' Deployment, the Services, what may not be evicted, the rights on the lease, and fronts."""
+    """Returns the routers' Deployment, Services, disruption budgets and lease rights, and the fronts."""
     ports = {"http": job.settings.http_port, "grpc": job.settings.grpc_port}
     served = "front" if job.fronts else "router"
     clients = _service(job.name, labels(job, served), {name: port for name, port in ports.items() if port > 0})
@@ -276,9 +278,9 @@ def _routers(job: Job) -> list[Document]:
         deployment = _deployment(name, selector, job.routers, ROLLING, router_pod(job))
         rights = _lease_rights(job) if job.coordination.startswith("kubernetes") else []
         return [deployment, _budget(job, "router", {"maxUnavailable": 1}), *rights]
-    deployment = _deployment(name, selector, 1, {"type": "Recreate"}, router_pod(job))  # a second one would be a rival
+    deployment = _deployment(name, selector, 1, {"type": "Recreate"}, router_pod(job))  # never two without a lease
     control = _service(name, selector, {"control": job.settings.control_port})
-    control["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}  # ready once workers have come
+    control["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}  # ready once workers joined
     return [deployment, control, _budget(job, "router", {"minAvailable": 1})]
 
 
@@ -287,15 +289,15 @@ def _lease_rights(job: Job) -> list[Document]:
     named, group = labels(job, "router"), "rbac.authorization.k8s.io"
     leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
     rules = [
-        {**leases, "verbs": ["create"]},  # a name cannot be demanded of what is created
+        {**leases, "verbs": ["create"]},  # RBAC cannot restrict the name of a created object
         {**leases, "resourceNames": [job.router_name], "verbs": ["get", "update"]},
     ]
     account = {"kind": "ServiceAccount", "name": job.name, "namespace": job.namespace}
-    bound = {"apiGroup": group, "kind": "Role", "name": job.router_name}
+    role_ref = {"apiGroup": group, "kind": "Role", "name": job.router_name}
     return [
         _kind("v1", "ServiceAccount", job.name, named),
         _kind(f"{group}/v1", "Role", job.router_name, named) | {"rules": rules},
-        _kind(f"{group}/v1", "RoleBinding", job.router_name, named) | {"subjects": [account], "roleRef": bound},
+        _kind(f"{group}/v1", "RoleBinding", job.router_name, named) | {"subjects": [account], "roleRef": role_ref},
     ]
 
 
@@ -312,37 +314,37 @@ def _deployment(
     return _kind("apps/v1", "Deployment", name, selector) | {"spec": spec}
 
 
-def leader_worker_sets(job: Job, selectors: Selectors = anywhere, exclusive: str = "") -> list[Document]:
-    """One a role, and how many of its pods may be evicted at once. `exclusive`: a label that a group has for itself."""
-    found: list[Document] = []
+def leader_worker_sets(job: Job, selectors: Selectors = no_selector, exclusive: str = "") -> list[Document]:
+    """Returns a LeaderWorkerSet and a disruption budget per role; `exclusive`: a topology label with one group each."""
+    documents: list[Document] = []
     for part in job.parts:
         document = _kind(
             "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", f"{job.name}-{part.role}", labels(job, part.role)
         )
         if exclusive and part.size > 1:
             document["metadata"]["annotations"] = {EXCLUSIVE: exclusive}
-        found += [
+        documents += [
             document | {"spec": _set(job, part, selectors(part))},
             _budget(job, part.role, {"maxUnavailable": part.size}),
         ]
-    return found
+    return documents
 
 
 def disaggregated_set(job: Job) -> list[Document]:
-    """Prefill and decode as one, rolled out together; with --autoscale, how many of each is its own scalers' affair."""
+    """Returns one set of prefill and decode; with --autoscale, its own scalers set the replicas."""
     roles: list[Document] = [{"name": part.role, "spec": _set(job, part, {})} for part in job.parts]
     for role in roles if scaled(job) else []:
         del role["spec"]["replicas"]
         role["scaling"] = {"mode": "External"}
     document = _kind("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet", job.name, labels(job, "workers"))
     budgets = [_budget(job, part.role, {"maxUnavailable": part.size}) for part in job.parts]
-    followed = pod_autoscalers(job, DISAGGREGATED_SCALER) if scaled(job) else []
-    return [document | {"spec": {"roles": roles}}, *budgets, *followed]
+    autoscalers = pod_autoscalers(job, DISAGGREGATED_SCALER) if scaled(job) else []
+    return [document | {"spec": {"roles": roles}}, *budgets, *autoscalers]
 
 
 def job_sets(job: Job) -> list[Document]:
-    """One a worker: a member that fails has its own worker's pods made anew, and nobody else's."""
-    found: list[Document] = []
+    """Returns a JobSet per worker: a failed member restarts the pods of its own worker only."""
+    documents: list[Document] = []
     for part in job.parts:
         for index in range(part.replicas):
             document = _kind(
@@ -353,19 +355,19 @@ def job_sets(job: Job) -> list[Document]:
                 "failurePolicy": {"maxRestarts": MAX_RESTARTS},
                 "replicatedJobs": [_replicated(job, part)],
             }
-            found.append(document | {"spec": spec})
-        found.append(_budget(job, part.role, {"maxUnavailable": part.size}))
-    return found
+            documents.append(document | {"spec": spec})
+        documents.append(_budget(job, part.role, {"maxUnavailable": part.size}))
+    return documents
 
 
 def _set(job: Job, part: Part, selector: Mapping[str, str]) -> Document:
-    """The spec of a LeaderWorkerSet; where a group has members, its leader alone is asked whether it is well."""
+    """Returns the spec of a LeaderWorkerSet; in a group only the leader has health probes."""
     pods = {"workerTemplate": worker_pod(job, part, part.size == 1, selector)}
     if part.size > 1:
         pods["leaderTemplate"] = worker_pod(job, part, True, selector)
     for pod in pods.values():
         variables = pod["spec"]["containers"][0]["env"]
-        variables += [told_by(name, f"metadata.labels['{label}']") for name, label in LWS_NAMES.items()]
+        variables += [field_variable(name, f"metadata.labels['{label}']") for name, label in LWS_NAMES.items()]
     template: Document = {"size": part.size, "restartPolicy": "RecreateGroupOnPodRestart", **pods}
     rolling = {"maxUnavailable": 1, "maxSurge": 0}
     return {
@@ -380,7 +382,7 @@ def _replicated(job: Job, part: Part) -> Document:
     pod = worker_pod(job, part, part.size == 1)
     container = pod["spec"]["containers"][0]
     for name, annotation in JOBSET_NAMES.items():
-        container["env"].append(told_by(name, f"metadata.annotations['{annotation}']"))
+        container["env"].append(field_variable(name, f"metadata.annotations['{annotation}']"))
     container["env"].append({"name": "NNODES", "value": str(part.size)})
     pod["spec"]["restartPolicy"] = "Never"
     counts = {"parallelism": part.size, "completions": part.size, "completionMode": "Indexed", "backoffLimit": 0}
@@ -402,15 +404,15 @@ def _budget(job: Job, component: str, bound: Mapping[str, int]) -> Document:
     return document | {"spec": {**bound, "selector": {"matchLabels": selector}}}
 
 
-# Slices of TPUs on GKE: which topology holds a worker, on how many hosts, and how a pod asks for one.
+# TPU slices on GKE: the topology and the number of hosts for a worker, and how a pod requests it.
 
-WHOLE = 1 << 20  # devices of a host without bounds: a worker is not cut, its slice says over how many hosts it lies
-POOL = "cloud.google.com/gke-nodepool"  # a slice of several hosts is a pool of nodes of its own
+WHOLE = 1 << 20  # devices of a host without limit: the slice decides over how many hosts a worker spans
+POOL = "cloud.google.com/gke-nodepool"  # a slice of several hosts is a node pool of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """What GKE sells of one chip. `one_host`: chips that a single machine may have; else each has `per_host`."""
+    """The slices that GKE has of one chip. `one_host`: chips of a single machine; else each host has `per_host`."""
 
     accelerator: str
     topologies: Mapping[int, str]  # chips -> topology
@@ -418,7 +420,7 @@ class Slices:
     per_host: int = 4
 
     def topology(self, chips: int) -> tuple[int, str]:
-        """(chips, topology) of the smallest slice that holds so many. Raises ConfigError where none does."""
+        """Returns (chips, topology) of the smallest slice with at least `chips`. Raises ConfigError."""
         for count, topology in self.topologies.items():
             if count >= chips:
                 return count, topology
@@ -440,10 +442,8 @@ SLICES = {  # by the names of `core.targets`
 
 
 def slice_of(part: Part, chip: str) -> tuple[Part, str]:
-    """The worker's processes on a slice, a host each, and the slice's topology. Raises ConfigError.
-
-    A worker that fills no slice has one to itself all the same, and leaves the other chips idle.
-    """
+    """Returns the worker's processes on a slice, one per host, and the slice's topology. Raises ConfigError. A worker
+    smaller than its slice has the whole slice, and leaves the other chips idle."""
     wanted = part.size * part.devices
     chips, topology = SLICES[chip].topology(wanted)
     hosts = SLICES[chip].hosts(chips)
@@ -455,7 +455,7 @@ def slice_of(part: Part, chip: str) -> tuple[Part, str]:
 
 
 def manifests(job: Job, chip: str) -> dict[str, list[Document]]:
-    """File -> documents: the router on any node, each worker on a slice of its own. Raises ConfigError."""
+    """Returns file -> documents: the router on any node, each worker on a slice of its own. Raises ConfigError."""
     placed = {part.role: slice_of(part, chip) for part in job.parts}
     slices = with_rings(replace(job, platform="tpu", parts=tuple(part for part, _ in placed.values())))
 

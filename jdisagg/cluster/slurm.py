@@ -1,4 +1,4 @@
-"""A SLURM job as text: the router, then a component a role; each group of processes is a step of its own."""
+"""Writes a SLURM job: the router, then one component per role; each worker is a job step of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD = """#!/usr/bin/env bash
 # {note}
 # A router and {workers} as one heterogeneous job: sbatch launch/slurm.sbatch
 # Flags of sbatch go on its command line (--partition, --account, --time). From the environment: JDISAGG_PYTHON, and
-# JDISAGG_SECRET_FILE, a file that every node reads (made where it is not there).
+# JDISAGG_SECRET_FILE, a file that every node reads (created if absent).
 #SBATCH --job-name={name}
 {components}
 set -euo pipefail
@@ -36,13 +36,13 @@ BODY = """
 pids=()
 stop() { kill -TERM "${pids[@]}" 2>/dev/null || true; }
 
-# start COMMAND...: beside the others
+# start COMMAND...: runs it in the background
 start() {
   "$@" &
   pids+=($!)
 }
 
-# keep NAME SRUN_FLAGS... COMMAND...: runs a step, and again where it fails, until the job is told to go
+# keep NAME SRUN_FLAGS... COMMAND...: runs a step, and again if it fails, until the job is stopped
 keep() {
   local name=$1 step="" stopping="" code
   shift
@@ -57,7 +57,7 @@ keep() {
     done
     echo "$(date -u +%FT%TZ) $name ended with $code" >&2
     case $code in
-      0) break ;;                      # told to go, and left
+      0) break ;;                      # stopped on request
       2) kill -TERM $$; break ;;       # a mistake, which another start would only repeat
     esac
     [ -n "$stopping" ] || sleep "${JDISAGG_RESTART_S:-5}" &
@@ -88,7 +88,7 @@ while kill -0 "${pids[@]}" 2>/dev/null; do wait || true; done
 
 
 def script(job: Job, note: str) -> str:
-    """The whole of `launch/slurm.sbatch`."""
+    """Returns the text of `launch/slurm.sbatch`."""
     shared = "\n".join(f"  {_quoted(each)}" for each in shared_arguments(job))
     workers = " and ".join(f"{part.replicas} x {part.role}" for part in job.parts)
     components = "\n#SBATCH hetjob\n".join([_component(1, 4, "")] + [_of_part(part, job) for part in job.parts])
@@ -113,8 +113,8 @@ def _component(tasks: int, cpus: int, more: str) -> str:
 
 def _of_part(part: Part, job: Job) -> str:
     gpus = f" --gpus-per-task={part.devices}" if job.platform == "gpu" else ""
-    apart = " --ntasks-per-node=1" if part.size > 1 else ""  # each fills a host
-    return _component(part.processes, _cpus(part, job), gpus + apart)
+    one_per_host = " --ntasks-per-node=1" if part.size > 1 else ""  # one process per host
+    return _component(part.processes, _cpus(part, job), gpus + one_per_host)
 
 
 def _cpus(part: Part, job: Job) -> int:
@@ -141,27 +141,27 @@ def _steps(job: Job) -> str:
     return "\n".join(lines) + "\n"
 
 
-# SLURM's lists of nodes as text: `node[01-03,7],login` is node01, node02, node03, node7 and login.
+# Parses SLURM's node lists: `node[01-03,7],login` is node01, node02, node03, node7 and login.
 
-MOST_NODES = 65536  # more are a mistake, or an attack
+MOST_NODES = 65536  # a longer list is an error
 _RANGE = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?")
 _PART = re.compile(r"(?:[^\[\],\s]|\[[\d,-]+\])+")
 _BRACKET = re.compile(r"\[([\d,-]+)\]")
 
 
 def expand(text: str) -> list[str]:
-    """Every node in the list's order. Raises ConfigError where it cannot be read."""
-    found: list[str] = []
+    """Returns every node in the list's order. Raises ConfigError if it cannot be read."""
+    nodes: list[str] = []
     for part in _parts(text):
         for node in _nodes(part, text):
-            found.append(node)
-            if len(found) > MOST_NODES:
+            nodes.append(node)
+            if len(nodes) > MOST_NODES:
                 raise ConfigError(f"the list of nodes {text[:80]!r} has more than {MOST_NODES}")
-    return found
+    return nodes
 
 
 def _parts(text: str) -> list[str]:
-    """At its commas outside brackets."""
+    """Splits the list at its commas outside brackets."""
     parts, end = list[str](), -1
     for match in _PART.finditer(text):
         if match.start() != end + 1 or (end >= 0 and text[end] != ","):
@@ -184,7 +184,7 @@ def _nodes(part: str, text: str) -> Iterator[str]:
 
 
 def _numbers(ranges: str, text: str) -> Iterator[str]:
-    """Of `01-03,7`, as wide as their first."""
+    """Yields the numbers of `01-03,7`, padded to the width of the first number of each range."""
     for each in ranges.split(","):
         match = _RANGE.fullmatch(each)
         if match is None or int(match[2] or match[1]) < int(match[1]):

@@ -1,18 +1,18 @@
-"""Compiles every program of a run for accelerators that are not here, and says whether it fits: no pod is paid for.
+"""Compiles every program of a run for accelerators that are not here, and reports whether it fits.
 
     python -m jdisagg aot --model=configs/llama3_70b --mesh=prefill:tp8,decode:pp4tp2 --target=v5p:2x2x4
 
-The target is a slice of a TPU pod in chips (v5e:2x4, v5p:2x2x4, v6e:4x4, v7x:2x2x1) or GPUs (h100:8, h100:2x8, h200:8,
-a100:8).
-All settings of jdisagg.launch count here (--config=FILE as well); the model folder needs nothing but its config.json.
+The target is a slice of a TPU pod in chips (v5e:2x4, v5p:2x2x4, v6e:4x4, v7x:2x2x1) or GPUs (h100:8, h100:2x8,
+h200:8, a100:8). All settings of `jdisagg launch` apply (--config=FILE as well); the model folder needs only its
+config.json.
 
     --all_programs          every declared bucket and stage; else the largest of each kind stands in for the others
-    --context_tokens=4096   tokens a sequence holds in the floors of decode steps
-    --json=FILE             the same, for programs
-    --save=DIR              keeps every program in DIR, for runs of the same settings by --compile_cache_dir=DIR;
-                            --target=cpu:8 is for this: so many virtual devices, whose programs are not checked
+    --context_tokens=4096   tokens per sequence in the lower bounds of decode steps
+    --json=FILE             the results as JSON
+    --save=DIR              keeps every program in DIR, for runs of the same settings with --compile_cache_dir=DIR;
+                            --target=cpu:8 saves programs of so many virtual devices, without a check
 
-Exit code: 0 where all compiles and fits, 1 where something does not, 2 for a wrong flag, target or setting.
+Exit code: 0 if all compiles and fits, 1 if something does not, 2 for a wrong flag, target or setting.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from jdisagg.serve.deploy.deployment import Deployment, resolve_deployment
 from jdisagg.serve.deploy.memory import NoRoom
 
 UNFIT = 1
-WIDTH = 120  # of tables that go to a file or a pipe
+WIDTH = 120  # of tables written to a file or a pipe
 
 
 def declare() -> flags.FlagValues:
-    """This command's own flags, and the settings."""
+    """Declares this command's own flags, and the settings."""
     values = flags.own()
     absl_flags.DEFINE_bool("all_programs", False, "every declared bucket and stage", flag_values=values)
     absl_flags.DEFINE_integer("context_tokens", 4096, "of decode's floors", lower_bound=1, flag_values=values)
@@ -80,7 +80,7 @@ def run(settings: Settings, target: Target, values: flags.FlagValues) -> int:
     """Compiles and prints; returns the exit code."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")  # nothing is to look for the accelerator that is compiled for
+    jax.config.update("jax_platforms", "cpu")  # jax must not look for the accelerator that is compiled for
     memory_bytes = usable_bytes(target)
     deployment = resolve_deployment(settings, target.chip.platform, memory_bytes, chip=target.chip)
     if deployment.mesh.num_devices > target.num_devices:
@@ -110,30 +110,30 @@ def save_for_cpu(settings: Settings, number: str, folder: Path) -> int:
     """Compiles for virtual devices of this machine. Raises FlagError, MeshError."""
     if not number.isdecimal():
         raise FlagError(f"--target=cpu:{number}: needed is a number of devices, as cpu:8")
-    found = devices.prepare("cpu", int(number))
+    all_devices = devices.prepare("cpu", int(number))
     deployment = resolve_deployment(settings, "cpu", None)
-    if deployment.mesh.num_devices > len(found):
+    if deployment.mesh.num_devices > len(all_devices):
         raise ConfigError(
             f"the mesh {deployment.mesh} needs {deployment.mesh.num_devices} devices, --target=cpu:{number}"
         )
-    save(deployment, settings, found, folder, f"cpu:{number}")
+    save(deployment, settings, all_devices, folder, f"cpu:{number}")
     return 0
 
 
-def save(deployment: Deployment, settings: Settings, found: Sequence[Device], folder: Path, target: str) -> None:
-    """Compiles every program of every worker once more, into the folder. Raises ConfigError where that cannot be."""
-    platform = found[0].platform
+def save(deployment: Deployment, settings: Settings, all_devices: Sequence[Device], folder: Path, target: str) -> None:
+    """Compiles every program of every worker again, into the folder. Raises ConfigError if that fails."""
+    platform = all_devices[0].platform
     try:
         folder.mkdir(parents=True, exist_ok=True)
         compile_cache.keep_in(folder)
         compilation_cache.reset_cache()
         tables = [
-            _table_of(deployment, config, [found[index] for index in deployment.place(config.worker).device_ids])
+            _table_of(deployment, config, [all_devices[index] for index in deployment.place(config.worker).device_ids])
             for config in deployment.workers
         ]
         programs = {each.key: each for each in every_program(tables)}
         for each in programs.values():
-            # Kernels for chips that are not here ask the mesh what they are for.
+            # Kernels for chips that are not here read the target from the mesh.
             with jax.sharding.set_mesh(each.submesh.mesh) if platform != "cpu" else nullcontext():
                 each.program.lower(*each.arguments).compile()
         platform = {"cuda": "gpu"}.get(platform, platform)
@@ -144,7 +144,7 @@ def save(deployment: Deployment, settings: Settings, found: Sequence[Device], fo
 
 
 def every_program(tables: Sequence[ProgramTable]) -> Iterator[DeclaredProgram]:
-    """What all workers warm: their steps, what they move below HBM, and shipments between all pairs."""
+    """Yields the programs that all workers warm: steps, moves below HBM, and shipments between all pairs."""
     for table in tables:
         yield from table.steps()
         yield from table.transfers.tier_moves()
@@ -155,11 +155,11 @@ def every_program(tables: Sequence[ProgramTable]) -> Iterator[DeclaredProgram]:
 
 
 def tables_of(deployment: Deployment, target: Target) -> list[ProgramTable]:
-    """One for each pool of equal workers: the first of each speaks for the others."""
-    found = devices_of(target)
+    """Returns a table for the first worker of each pool, which stands for the others."""
+    target_devices = devices_of(target)
     first = {config.role: config for config in reversed(deployment.workers)}
     return [
-        _table_of(deployment, config, [found[index] for index in deployment.place(config.worker).device_ids])
+        _table_of(deployment, config, [target_devices[index] for index in deployment.place(config.worker).device_ids])
         for config in deployment.workers
         if first[config.role] is config
     ]
@@ -191,14 +191,14 @@ def compile_all(tables: Sequence[ProgramTable], every: bool) -> list:
     with bar:
         line = bar.add_task("", total=None)
 
-        def told(each: DeclaredProgram, done: int, total: int) -> None:
+        def on_program(each: DeclaredProgram, done: int, total: int) -> None:
             bar.update(line, description=each.label, completed=done, total=total)
 
-        return check(declared, every, told)
+        return check(declared, every, on_program)
 
 
 def write_json(path: Path, report: aot_report.Report) -> None:
-    """Raises ConfigError where the file cannot be written."""
+    """Writes the report as JSON. Raises ConfigError if the file cannot be written."""
     try:
         path.write_text(report.as_json() + "\n", encoding="utf-8")
     except OSError as error:
@@ -206,7 +206,7 @@ def write_json(path: Path, report: aot_report.Report) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See the head of this file for the exit codes."""
+    """Runs the command; the head of this file lists the exit codes."""
     return command.run("jdisagg aot", __doc__, declare(), argv, body)
 
 

@@ -1,4 +1,4 @@
-"""What `jdisagg aot` found, as tables for people and as JSON."""
+"""The results of `jdisagg aot` as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -27,29 +27,33 @@ from jdisagg.serve.deploy.deployment import Deployment
 from jdisagg.sim.expected import Expected, expected, multiplying, sending, start_s
 from jdisagg.sim.hardware import Hardware, hardware
 
-# What `jdisagg aot` says of a compiled program's time: its floor, what crosses the links and how much of that its
-# schedule hides behind other work, and what it may be expected to take.
+# The times of a compiled program: its lower bound, the bytes over the links and how much of them the schedule hides,
+# and the expected time.
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of a deployment's programs on a target."""
+    """The times of a deployment's programs on a target."""
 
     deployment: Deployment
     target: Target
-    context_tokens: int  # that a sequence holds in the floors of decode steps
+    context_tokens: int  # tokens per sequence in the bounds of decode steps
 
     @cached_property
     def _chip(self) -> Hardware:
         return hardware(self.target.chip.name)
 
     def shard(self, place: WorkerMesh, layers: range) -> Shard:
-        kept = self.deployment
-        held = kept.model, layers, place.tp
-        return Shard(*held, number_bytes(*held, kept.dtype, kept.weights), kept.kv.row_bytes / kept.kv.head_dim)
+        deployment = self.deployment
+        identity = deployment.model, layers, place.tp
+        return Shard(
+            *identity,
+            number_bytes(*identity, deployment.dtype, deployment.weights),
+            deployment.kv.row_bytes / deployment.kv.head_dim,
+        )
 
     def work(self, each: Checked) -> Work | None:
-        """Of one device; None for programs whose floor says nothing."""
+        """Returns the work of one device; None for programs without a lower bound."""
         place, config = self.deployment.place(each.worker), self._config(each.worker)
         if each.declared.kind.startswith("ring"):
             return self._ring_work(each, place, config)
@@ -64,7 +68,7 @@ class StepTimes:
         return shard.head(config.max_chunk_seqs)
 
     def _ring_work(self, each: Checked, place: WorkerMesh, config: WorkerConfig) -> Work:
-        """Of a whole dispatch."""
+        """Returns the work of a whole ring dispatch."""
         numbers = ring_cut(self.deployment.model, place.pp).numbers
         shards = [self.shard(place, range(number, number + 1)) for number in numbers]
         context = min(self.context_tokens, each.declared.size * config.page_size)
@@ -74,35 +78,35 @@ class StepTimes:
         return next(config for config in self.deployment.workers if config.worker == worker)
 
     def sent(self, each: Checked) -> Sent:
-        """Bytes that the busiest of its devices sends in one step."""
+        """Returns the bytes that the busiest of its devices sends in one step."""
         return each.facts.sent(each.declared, self._hosts(each))
 
     def links_s(self, each: Checked) -> float:
-        """Least seconds of its collectives, on the links within a host or slice and those between hosts at once."""
+        """Returns the least seconds of its collectives, using links within and between hosts at once."""
         hosts = self._hosts(each)
 
         def least_s(one: Collective) -> float:
             sent, inside = one.sent(hosts), self._chip.link_bytes_per_s * self._joined(each, one).links
-            turns = prod(each.declared.loops[: one.depth])
-            return turns * max(sent.inside / inside, sent.between / self._chip.nic_bytes_per_s)
+            repeats = prod(each.declared.loops[: one.depth])
+            return repeats * max(sent.inside / inside, sent.between / self._chip.nic_bytes_per_s)
 
         return sum(map(least_s, each.facts.across))
 
     def waited(self, each: Checked) -> Waited:
-        """Seconds of its collectives, and how many of them the compiled schedule leaves exposed."""
+        """Returns the seconds of its collectives, and how many of them the compiled schedule leaves exposed."""
         hosts, weights = self._hosts(each), self.deployment.weight_dtype
 
         def collective_s(one: Collective) -> float:
-            between = self._joined(each, one)
-            return start_s(self._chip, between) + sending(self._chip, one.sent(hosts), between)
+            links = self._joined(each, one)
+            return start_s(self._chip, links) + sending(self._chip, one.sent(hosts), links)
 
-        def work_s(work: Work) -> float:
+        def seconds_of_work(work: Work) -> float:
             return multiplying(work, self._chip, weights)
 
-        return waited(each.facts.schedule, work_s, collective_s, each.declared.loops)
+        return waited(each.facts.schedule, seconds_of_work, collective_s, each.declared.loops)
 
     def expected(self, each: Checked) -> Expected | None:
-        """Of one device, by the collectives of the program that was compiled; None where nothing is known of it."""
+        """Returns the expected seconds of one device by the compiled program's collectives; None if unknown."""
         work = self.work(each)
         if work is None or each.facts.why:
             return None
@@ -112,19 +116,19 @@ class StepTimes:
         return [self.target.host_of(self._numbers[device]) for device in each.declared.submesh.devices]
 
     def _joined(self, each: Checked, one: Collective) -> Joined:
-        """What the first of its groups has; the others stand like it."""
+        """Returns the links of the collective's first group, which stand for those of all groups."""
         devices: Sequence[Any] = each.declared.submesh.devices
         if self.target.chip.gpu is not None:
             return Joined()
         group = one.groups[0] if one.groups else range(len(devices))
-        return joined(self.target, [tuple(devices[place].coords) for place in group])
+        return joined(self.target, [tuple(devices[position].coords) for position in group])
 
     @cached_property
     def _numbers(self) -> dict[Any, int]:
         return {device: index for index, device in enumerate(devices_of(self.target))}
 
 
-# Rows of a table that stand together.
+# Programs of one section follow each other in a table.
 SECTIONS = {
     "prefill": "prefill",
     "head": "prefill",
@@ -134,17 +138,17 @@ SECTIONS = {
     "draw": "draw",
     "ring": "ring",
 }
-READ_OFF = ("across", "schedule")  # what else is told in figures
+READ_OFF = ("across", "schedule")  # facts that are reported as computed numbers instead
 STEPS = {"prefill": "a chunk of a layer group", "decode": "a step of a stage", "ring plain": "a dispatch"}
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was found; `faults` is empty where the run compiles and fits."""
+    """All results; `faults` is empty if every program compiles and fits."""
 
     deployment: Deployment
     target: Target
-    memory_bytes: int  # that jax may use of one device
+    memory_bytes: int  # memory of one device that jax may use
     context_tokens: int
     checked: list[Checked]
     memory: list[StageMemory]
@@ -154,24 +158,24 @@ class Report:
         return StepTimes(self.deployment, self.target, self.context_tokens)
 
     def limit_bytes(self, stage: StageMemory) -> int:
-        """Of one device, where workers share it: this one's part."""
+        """Returns the memory limit of one device, divided by the number of workers on it."""
         on = self.deployment.mesh.on_device()
         return self.memory_bytes // max(len(on[device]) for device in self.deployment.place(stage.worker).device_ids)
 
     @cached_property
     def faults(self) -> list[str]:
-        found = [f"{each.worker} {each.declared.label}: {why}" for each in self.checked for why in each.complaints]
+        complaints = [f"{each.worker} {each.declared.label}: {why}" for each in self.checked for why in each.complaints]
         for stage in self.memory:
             over = stage.total_bytes - self.limit_bytes(stage)
             if over > 0:
-                found.append(
+                complaints.append(
                     f"{stage.worker} stage {_span(stage.stages)} does not fit: {_gib(stage.total_bytes)} of"
                     f" {_gib(self.limit_bytes(stage))} GiB a device; lower --hbm_fraction or --kv_tokens"
                 )
-        return found
+        return complaints
 
     def summaries(self) -> list[str]:
-        """One line a worker: the floor of its whole step, and what that allows."""
+        """Returns lines per worker: the lower bound of its whole step, and the rate that it allows."""
         lines = []
         for config in self.first_workers():
             checked = [each for each in self.checked if each.worker == config.worker]
@@ -226,10 +230,10 @@ class Report:
         )
 
     def _link_lines(self, config: WorkerConfig, checked: list[Checked]) -> list[str]:
-        """Of the step with the most on the links, where anything crosses."""
+        """Returns a line on the step that sends the most, if any program sends."""
         kind = "ring" if config.is_ring else "decode" if config.role is Role.DECODE else "prefill"
-        found = [each for each in checked if each.declared.kind.startswith(kind) and each.alike]
-        slowest = max(found, key=self.times.links_s, default=None)
+        candidates = [each for each in checked if each.declared.kind.startswith(kind) and each.alike]
+        slowest = max(candidates, key=self.times.links_s, default=None)
         if slowest is None or not slowest.facts.across:
             return []
         most, waited = self.times.sent(slowest), self.times.waited(slowest)
@@ -242,11 +246,11 @@ class Report:
         ]
 
     def _expected_lines(self, checked: list[Checked]) -> list[str]:
-        """Of the slowest program of each kind that was compiled as it is."""
+        """Returns lines on the slowest program of each kind that was compiled itself."""
         lines = []
         for kind, step in STEPS.items():
-            found = [self.times.expected(each) for each in checked if each.declared.kind == kind and each.alike]
-            most = max((each for each in found if each is not None), key=lambda each: each.total_s, default=None)
+            expectations = [self.times.expected(each) for each in checked if each.declared.kind == kind and each.alike]
+            most = max((each for each in expectations if each is not None), key=lambda each: each.total_s, default=None)
             if most is not None:
                 parts = f"{most.matrices_s * 1e3:.2f} of matrices, {most.kv_s * 1e3:.2f} of KV"
                 lines.append(
@@ -279,7 +283,7 @@ class Report:
             {**asdict(stage), "total_bytes": stage.total_bytes, "limit_bytes": self.limit_bytes(stage)}
             for stage in self.memory
         ]
-        found = {
+        document = {
             "model": self.deployment.model_name,
             "mesh": str(self.deployment.mesh),
             "target": str(self.target),
@@ -290,11 +294,11 @@ class Report:
             "floors": self.summaries(),
             "faults": self.faults,
         }
-        return json.dumps(found, indent=1)
+        return json.dumps(document, indent=1)
 
 
 def show_deployment(console: Console, deployment: Deployment, target: Target, memory_bytes: int) -> None:
-    """What is about to be compiled."""
+    """Prints what will be compiled."""
     chip = target.chip
     console.print(
         f"[bold]{deployment.model_name}[/], {deployment.model.num_params() / 1e9:.1f} B parameters in"
@@ -308,7 +312,7 @@ def show_deployment(console: Console, deployment: Deployment, target: Target, me
 
 
 def show(console: Console, report: Report) -> None:
-    """Programs, memory, floors, and what is wrong."""
+    """Prints programs, memory, lower bounds and faults."""
     for config in report.first_workers():
         console.print(_programs(report, [each for each in report.checked if each.worker == config.worker]))
     console.print(_memory(report))
@@ -324,7 +328,7 @@ def show(console: Console, report: Report) -> None:
 
 
 def _compiled(checked: list[Checked]) -> list[Checked]:
-    """One of each set of facts."""
+    """Returns one program for each set of facts."""
     return list({id(each.facts): each for each in checked}.values())
 
 
@@ -367,8 +371,8 @@ def _row(report: Report, each: Checked) -> tuple[str, ...]:
     numbers = f"{facts.compile_s:.1f} s", f"{facts.temp_bytes / MIB:,.1f}", in_place
     sent = report.times.sent(each)
     crossing = f"{sent.inside / MIB:,.2f}" + (f" + {sent.between / MIB:,.2f} between hosts" if sent.between else "")
-    told = ("", "", "") if not facts.collectives else (crossing, *_waited(report.times.waited(each)))
-    return name, str(each.declared.stage), *numbers, mark + across, *told, *floor
+    collectives = ("", "", "") if not facts.collectives else (crossing, *_waited(report.times.waited(each)))
+    return name, str(each.declared.stage), *numbers, mark + across, *collectives, *floor
 
 
 def _waited(waited: Waited) -> tuple[str, str]:

@@ -2,10 +2,10 @@
 
     python -m jdisagg convert --input=FOLDER|FILE.gguf --output=DIR --format=orbax|hf [--dtype=bfloat16|float32|float16]
 
-The input may be any kind, the output is a folder, new or empty. Numbers stay as stored, quantised ones become float32,
-where --dtype does not say. Config, tokenizer and chat template files come along, so the output folder is served as it
-is: `--load_format=orbax` restores each shard's slice straight onto its device. Writing Orbax holds the whole model in
-host memory once; writing safetensors holds one file of it.
+The input may be any of the kinds; the output is a new or empty folder. Without --dtype, numbers keep their dtype,
+and quantised ones become float32. Config, tokenizer and chat template files are copied, so the output folder can be
+served: `--load_format=orbax` restores each shard's slice directly onto its device. Writing Orbax holds the whole
+model in host memory once; writing safetensors holds one file of it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def convert(place: Path, target: Path, fmt: str, dtype: str | None) -> None:
         partial.replace(target)
     except CheckpointError:
         raise
-    except Exception as error:  # safetensors and orbax have kinds of their own for a full disk
+    except Exception as error:  # safetensors and orbax raise their own errors for a full disk
         raise CheckpointError(f"cannot write {target}: {first_line(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -97,7 +97,7 @@ def run(values: flags.FlagValues) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on what was wrong."""
+    """Runs the command. Returns 0, or 2 with one line on the error."""
     return command.run("jdisagg convert", __doc__, declare(), argv, run)
 
 

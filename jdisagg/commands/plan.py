@@ -1,19 +1,20 @@
-"""What to build of so many devices: the architecture, its meshes and settings that serve a workload's objectives best.
+"""Finds the best layout of N devices for a workload: the architecture, its meshes and settings.
 
     python -m jdisagg plan --model=llama3-70b --hardware=h100 --devices=32 --trace=azure:FILE --arrivals=poisson
         --slo_ttft_s=1 --slo_tpot_s=0.05 --rate=40 --output=plan.toml
     python -m jdisagg plan --model=llama3-8b --hardware=a100 --devices=4 --trace=mix:2000+200@0.7,300+500@0.3 --quick
 
-Configurations are refused by arithmetic where it suffices; the rest is simulated by the router and workers that serve,
-and the highest rate is found at which --attainment of the requests keep both objectives. It says "do not disaggregate"
-where a pair of pools does not win by more than noise. --output is a file for `jdisagg.launch --config`.
+Configurations are refused by arithmetic if that suffices. The others are simulated with the serving router and
+workers, to find the highest rate at which --attainment of the requests meet both objectives. The answer is "do not
+disaggregate" if a pair of pools does not win by more than noise. --output is a file for `jdisagg launch --config`.
 
     python -m jdisagg plan --emit=slurm,k8s --config=plan.toml
 
 --emit writes the job of a plan just made, or else of --config's file: launch/slurm.sbatch, launch/k8s/,
 launch/gke_tpu/, launch/compose.yaml with a Dockerfile.
 
-A trace is azure:FILE, mooncake:FILE, lengths:FILE, or mix: INPUT+OUTPUT@SHARE, with commas. --quick simulates nothing.
+A trace is azure:FILE, mooncake:FILE, lengths:FILE, or mix: INPUT+OUTPUT@SHARE, with commas. --quick simulates
+nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from jdisagg.sim.planner.search import Search
 from jdisagg.sim.planner.space import Candidate, CandidateBuilder, ProfiledCandidateBuilder, Space, paired
 from jdisagg.sim.traces.workloads import read_workload
 
-# The files of a job, as `python -m jdisagg plan --emit=...` writes them: what `jdisagg.cluster` makes, as text.
+# The files of a job as `--emit` writes them: the output of `jdisagg.cluster` as text.
 
 KINDS = ("slurm", "k8s", "gke_tpu", "compose")
 WIDTH = 120
@@ -59,7 +60,7 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class JobValues:
-    """What a plan says of a job beside the settings of its processes; `note` is the first line of every file."""
+    """The values of a job beside the settings of its processes; `note` is the first line of every file."""
 
     settings: Settings
     name: str
@@ -67,8 +68,8 @@ class JobValues:
     devices_per_host: int
     tpu: str
     note: str
-    routers: int = 0  # 0: two where Kubernetes has a lease for them, one elsewhere
-    fronts: int = -1  # -1: two where there are several routers, none elsewhere
+    routers: int = 0  # 0: two if Kubernetes has a lease for them, else one
+    fronts: int = -1  # -1: two if there are several routers, else none
     namespace: str = "default"
 
     @property
@@ -76,45 +77,49 @@ class JobValues:
         return "gpu" if self.settings.platform == "auto" else self.settings.platform
 
     def job(self) -> Job:
-        """Raises ConfigError for what cannot be placed."""
-        return self._fronted(job_of(self.settings, self.name, self.image, self.platform, self.devices_per_host))
+        """Returns the job. Raises ConfigError if it cannot be placed."""
+        return self._with_fronts(job_of(self.settings, self.name, self.image, self.platform, self.devices_per_host))
 
     def whole(self, platform: str) -> Job:
-        """The job where every worker is one process, until somebody cuts it. Raises ConfigError."""
-        return self._fronted(job_of(self.settings, self.name, self.image, platform, kubernetes.WHOLE))
+        """Returns the job with every worker as one process, not yet cut into hosts. Raises ConfigError."""
+        return self._with_fronts(job_of(self.settings, self.name, self.image, platform, kubernetes.WHOLE))
 
-    def _fronted(self, job: Job) -> Job:
+    def _with_fronts(self, job: Job) -> Job:
         routers = self.routers or (1 if self.fronts == 0 else 2)
         fronts = self.fronts if self.fronts >= 0 else 2 * (routers > 1)
         return replace(with_fronts(job, routers, fronts), namespace=self.namespace)
 
     def with_one_server(self, kind: str) -> JobValues:
-        """Returns the values with one router and no fronts. Raises ConfigError where more are asked for."""
+        """Returns the values with one router and no fronts. Raises ConfigError if more are requested."""
         if self.routers not in (0, 1) or self.fronts not in (-1, 0):
-            asked = f"--routers={self.routers} and --fronts={self.fronts}"
-            raise ConfigError(f"{asked}: --emit={kind} starts one router and no fronts; k8s and gke_tpu have them")
+            problem_flags = f"--routers={self.routers} and --fronts={self.fronts}"
+            raise ConfigError(
+                f"{problem_flags}: --emit={kind} starts one router and no fronts; k8s and gke_tpu have them"
+            )
         if self.settings.coordination:
-            asked = f"--coordination={self.settings.coordination}"
-            raise ConfigError(f"{asked}: --emit={kind} starts one router, which needs none; k8s and gke_tpu have more")
+            problem_flags = f"--coordination={self.settings.coordination}"
+            raise ConfigError(
+                f"{problem_flags}: --emit={kind} starts one router, which needs none; k8s and gke_tpu have more"
+            )
         return replace(self, routers=1, fronts=0)
 
 
 def settings_of_file(path: str) -> Settings:
-    """Of `jdisagg.launch --config=PATH` and nothing else, whatever the environment says. Raises ConfigError."""
+    """Reads the settings of --config=PATH without the environment. Raises ConfigError."""
     settings = Settings(**flags.read_toml(path, flags.define_settings(flags.own())))
     settings.check()
     return settings
 
 
 def files(values: JobValues, kinds: Sequence[str]) -> dict[str, str]:
-    """Name in the folder -> text, of these kinds. Raises ConfigError."""
+    """Returns file name -> text of these kinds. Raises ConfigError."""
     unknown = [each for each in kinds if each not in KINDS]
     if unknown:
         raise FlagError(f"--emit names {unknown[0]!r}, must be of {', '.join(KINDS)}")
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for kind in kinds:
-        found |= WRITERS[kind](values)
-    return found
+        texts |= WRITERS[kind](values)
+    return texts
 
 
 def idle_chips(values: JobValues, kinds: Sequence[str]) -> list[str]:
@@ -123,19 +128,19 @@ def idle_chips(values: JobValues, kinds: Sequence[str]) -> list[str]:
         return []
     lines = []
     for part in values.whole("tpu").parts:
-        wanted = part.size * part.devices
-        chips, topology = kubernetes.SLICES[values.tpu].topology(wanted)
-        if chips != wanted:
-            idle = part.replicas * (chips - wanted)
+        needed = part.size * part.devices
+        chips, topology = kubernetes.SLICES[values.tpu].topology(needed)
+        if chips != needed:
+            idle = part.replicas * (chips - needed)
             lines.append(
                 f"{part.role}: {part.replicas} slices of {chips} {values.tpu} chips ({topology})"
-                f" for workers of {wanted}: {idle} chips stay idle"
+                f" for workers of {needed}: {idle} chips stay idle"
             )
     return lines
 
 
 def write_files(folder: str, texts: Mapping[str, str]) -> list[Path]:
-    """Raises ConfigError where a file cannot be written."""
+    """Writes the files. Raises ConfigError if one cannot be written."""
     paths = [Path(folder) / name for name in texts]
     for path, text in zip(paths, texts.values(), strict=True):
         try:
@@ -188,19 +193,19 @@ WRITERS = {"slurm": _slurm, "k8s": _kubernetes, "gke_tpu": _gke_tpu, "compose": 
 
 
 def _yaml(documents: Sequence[dict[str, Any]], note: str) -> str:
-    """Raises ConfigError where PyYAML is not installed."""
+    """Returns YAML text. Raises ConfigError if PyYAML is not installed."""
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
         raise ConfigError("--emit writes YAML and PyYAML is not here: pip install pyyaml") from error
 
-    class Plain(yaml.SafeDumper):
-        """Writes what occurs twice twice: manifests have no anchors."""
+    class YamlWriter(yaml.SafeDumper):
+        """A YAML writer without anchors: repeated values are written again."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    text = yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=WIDTH, explicit_start=len(documents) > 1)
+    text = yaml.dump_all(documents, Dumper=YamlWriter, sort_keys=False, width=WIDTH, explicit_start=len(documents) > 1)
     return f"# {note}\n{text}"
 
 
@@ -277,22 +282,19 @@ def _define_search(values: flags.FlagValues) -> None:
     absl_flags.DEFINE_float("d_correction_factor", 1.0, "--quick: gap observed / expected", 0.0, flag_values=values)
 
 
-# ---------------------------------------------------------------------- the question
-
-
 def link_bytes_per_s(values: flags.FlagValues) -> float:
-    """Of one device, one way; 0: none is modelled. Raises FlagError."""
+    """Returns the bandwidth of one device, one way; 0: no limit is modelled. Raises FlagError."""
     chip = hardware(values.hardware)
-    known = {"nic": chip.nic_bytes_per_s * chip.link, "node": chip.link_bytes_per_s * chip.link, "none": 0.0}
-    if values.link in known:
-        return known[values.link]
+    bandwidths = {"nic": chip.nic_bytes_per_s * chip.link, "node": chip.link_bytes_per_s * chip.link, "none": 0.0}
+    if values.link in bandwidths:
+        return bandwidths[values.link]
     try:
-        found = float(values.link) * 1e9
+        rate = float(values.link) * 1e9
     except ValueError as error:
-        raise FlagError(f"--link is {values.link!r}, must be one of {', '.join(known)}, or GB/s") from error
-    if not found > 0:
+        raise FlagError(f"--link is {values.link!r}, must be one of {', '.join(bandwidths)}, or GB/s") from error
+    if not rate > 0:
         raise FlagError(f"--link is {values.link}, must be above 0; none is the word for a link without limits")
-    return found
+    return rate
 
 
 def costs(values: flags.FlagValues) -> CostOf:
@@ -313,8 +315,8 @@ def builder_of(values: flags.FlagValues, most_tokens: int) -> CandidateBuilder |
         page_size=values.page_size,
         max_num_seqs=values.max_num_seqs,
         reserve_tokens=values.reserve_tokens,
-        mixed_steps="off",  # bounds by arithmetic are of prompts and decode rows in separate steps
-        prefix_caching="off",  # the workload's prompts have nothing in common
+        mixed_steps="off",  # bounds by arithmetic assume prompts and decode rows in separate steps
+        prefix_caching="off",  # the workload's prompts have no common prefixes
     )
     chip = hardware(values.hardware)
     return CandidateBuilder(settings, costs(values), link_bytes_per_s(values), chip.link_bytes_per_s * chip.link)
@@ -364,7 +366,7 @@ def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidat
 
 
 def hosts_of(values: flags.FlagValues) -> dict[str, Any]:
-    """Returns the limits on a worker's devices: slices of a TPU as GKE has them, else hosts of `--devices_per_host`."""
+    """Returns the limits on a worker's devices: TPU slices as GKE has them, else hosts of `--devices_per_host`."""
     slices = kubernetes.SLICES.get(values.hardware)
     if slices is None:
         return {"host_devices": values.devices_per_host}
@@ -372,12 +374,9 @@ def hosts_of(values: flags.FlagValues) -> dict[str, Any]:
 
 
 def check_chip(values: flags.FlagValues) -> None:
-    """Raises FlagError where a plan for one chip would become a job for another."""
+    """Raises FlagError if a plan for one chip would become a job for another."""
     if values.hardware in kubernetes.SLICES and values["tpu"].present and values.tpu != values.hardware:
         raise FlagError(f"--tpu={values.tpu} and --hardware={values.hardware}: a plan has one chip, give one")
-
-
-# ---------------------------------------------------------------------- the answer
 
 
 def body(values: flags.FlagValues) -> int:
@@ -392,21 +391,21 @@ def body(values: flags.FlagValues) -> int:
 
 def answer(values: flags.FlagValues) -> int:
     began = time.perf_counter()
-    wanted = [name for name in ("output", "emit") if getattr(values, name)]
-    if values.quick and wanted:
-        raise FlagError(f"--quick computes bounds and makes no plan for --{wanted[0]}: leave out one of the two")
+    plan_flags = [name for name in ("output", "emit") if getattr(values, name)]
+    if values.quick and plan_flags:
+        raise FlagError(f"--quick computes bounds and makes no plan for --{plan_flags[0]}: leave out one of the two")
     check_chip(values)
     problem, builder = question(values)
-    among = space(values, builder)
+    search_space = space(values, builder)
     console = Console()
     if values.quick:
-        return quick(values, problem, among, console)
+        return quick(values, problem, search_space, console)
     with progress() as bar:
         search = Search(problem, seeds=values.seeds, most=values.most, on_progress=progress_callback(bar))
-        found = search.over(among)
+        found = search.over(search_space)
         recommendation = recommend(problem, found, search.tolerance)
         others = variations_of(problem, builder, recommendation) if values.sensitivity else {}
-        rows, extra = vary(found, recommendation.winner, among, others, search)
+        rows, extra = vary(found, recommendation.winner, search_space, others, search)
     usd = values.usd_per_hour or (
         hardware(values.hardware).price_per_hour if isinstance(builder, CandidateBuilder) else 0.0
     )
@@ -437,8 +436,8 @@ def answer(values: flags.FlagValues) -> int:
     return 0
 
 
-def quick(values: flags.FlagValues, problem: Problem, among: Space, console: Console) -> int:
-    feasible = Search(problem).with_limits(among)
+def quick(values: flags.FlagValues, problem: Problem, search_space: Space, console: Console) -> int:
+    feasible = Search(problem).with_limits(search_space)
     console.print(tables.bounds(problem, feasible), highlight=False)
     if values.rate:
         factors = values.p_correction_factor, values.d_correction_factor
@@ -450,18 +449,19 @@ def quick(values: flags.FlagValues, problem: Problem, among: Space, console: Con
 def variations_of(
     problem: Problem, builder: CandidateBuilder | ProfiledCandidateBuilder, recommendation: Recommendation
 ) -> dict[str, Problem]:
-    """The questions of the sensitivity. Half the link cannot help a pair of pools that lost with all of it."""
+    """Returns the variants of the problem. Half the link is tried only if disaggregation won, since a pair of pools
+    that lost cannot gain by it."""
     found = {
         f"objectives x {factor:g}": replace(problem, objectives=problem.objectives.scaled(factor))
         for factor in (0.8, 1.25)
     }
-    if recommendation.disaggregate:
+    if recommendation.should_disaggregate:
         found["link / 2"] = replace(problem, build=builder.half_the_link().build)
     return found
 
 
 def asked(values: flags.FlagValues, problem: Problem, recommendation: Recommendation) -> list[str]:
-    """Of --rate, and of a fifth more and less: a plan carries what is below its goodput."""
+    """Returns lines on --rate and on a fifth less and more; a plan carries rates up to its goodput."""
     if not values.rate:
         return []
     lines = [tables.room(headroom(problem, recommendation.winner, values.rate))]
@@ -482,13 +482,13 @@ def length_limit(values: flags.FlagValues, problem: Problem) -> list[str]:
 
 
 def placed(candidate: Candidate) -> list[str]:
-    """Who stands together, of a plan whose pairs keep within fast domains."""
+    """Returns the workers of each fast domain, if the plan's pairs keep within such domains."""
     units = paired(candidate.mesh, candidate.domain_devices) if candidate.domain_devices else ()
     return [f"placement: {unit}" for unit in units]
 
 
 def write(values: flags.FlagValues, settings: dict, lines: Sequence[str]) -> None:
-    """Raises ConfigError where the file cannot be written."""
+    """Writes the plan. Raises ConfigError if the file cannot be written."""
     profiled = values.cost.startswith("profile:")
     what = values.cost if profiled else f"{values.model} on {values.devices} x {values.hardware}"
     asked_for = f"{what}: python -m jdisagg plan"
@@ -499,17 +499,17 @@ def write(values: flags.FlagValues, settings: dict, lines: Sequence[str]) -> Non
 
 
 def named(values: flags.FlagValues) -> dict[str, str]:
-    """The model and its dtype, where the answer's workers are to be told."""
+    """Returns the model and its dtype, if the plan's workers need them as settings."""
     model = {"model": values.checkpoint} if values.checkpoint else {}
-    known = values.dtype in LAUNCH_DTYPES and not values.cost.startswith("profile:")
-    return {**model, **({"dtype": values.dtype} if known else {})}
+    is_settable = values.dtype in LAUNCH_DTYPES and not values.cost.startswith("profile:")
+    return {**model, **({"dtype": values.dtype} if is_settable else {})}
 
 
 def emit(values: flags.FlagValues, settings: Settings, source: str, chip: str) -> None:
     """Writes the job of `settings`, which came from `source`, and prints the files. Raises ConfigError."""
     note = f"Made from {source} by `python -m jdisagg plan --emit`: change what it is made of, not this file."
-    of_job = values.job_name, values.image, values.devices_per_host, chip
-    job = JobValues(settings, *of_job, note, values.routers, values.fronts, values.namespace)
+    job_values = values.job_name, values.image, values.devices_per_host, chip
+    job = JobValues(settings, *job_values, note, values.routers, values.fronts, values.namespace)
     found = files(job, values.emit)
     for line in idle_chips(job, values.emit):
         print(line)
@@ -524,7 +524,7 @@ def progress() -> Progress:
 
 
 def progress_callback(bar: Progress):
-    """Moves one bar from stage to stage."""
+    """Returns the function that moves one bar from stage to stage."""
     task = bar.add_task("bounds", total=1)
 
     def on_progress(stage: str, done: int, most: int) -> None:
@@ -534,7 +534,7 @@ def progress_callback(bar: Progress):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on what was wrong."""
+    """Runs the command. Returns 0, or 2 with one line on the error."""
     return command.run("jdisagg plan", __doc__, declare(), argv, body)
 
 

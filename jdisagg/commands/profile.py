@@ -1,10 +1,10 @@
-"""`python -m jdisagg profile --mesh=... --output=profile.json`: what this run's programs take on these devices.
+"""`python -m jdisagg profile --mesh=... --output=profile.json`: measures this run's programs on these devices.
 
-Builds and warms the stack that jdisagg.launch would (same settings, --config included), times its programs one by one
-and beside each other, and writes the table that `jdisagg sim --cost=profile:FILE` is priced by: prefill by tokens and
-context, steps by batch and context and by stage, draws, each declared program over null pages, KV transfers by bytes
-and mode, what the host adds, and how much meshes that share a machine hold each other up. Give the machine nothing
-else to do meanwhile.
+It builds and warms the stack that `jdisagg launch` would (same settings, --config included), and times its programs
+one by one and next to each other. It writes the table that `jdisagg sim --cost=profile:FILE` reads: prefill by
+tokens and context, steps by batch and context and by stage, sampling, each declared program over null pages, KV
+transfers by bytes and mode, the host's overhead, and how much meshes on one machine slow each other. Run nothing
+else on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def declare() -> flags.FlagValues:
 
 
 def run(values: flags.FlagValues) -> int:
-    """Raises ConfigError or CheckpointError."""
+    """Measures the run and writes the profile. Raises ConfigError or CheckpointError."""
     check_writable(values.output)
     profile = take(flags.settings_of(values, output=""), values.rounds, Console(stderr=True))
     profile.save(values.output)
@@ -43,13 +43,13 @@ def run(values: flags.FlagValues) -> int:
 
 
 def check_writable(path: str) -> None:
-    """Before the minutes that it takes; leaves no file behind. Raises ConfigError."""
-    was_there = Path(path).exists()
+    """Raises ConfigError if `path` cannot be written, before the minutes of measuring; leaves no new file."""
+    existed = Path(path).exists()
     try:
         Path(path).open("a").close()
     except OSError as error:
         raise ConfigError(f"--output={path}: {error.strerror}") from error
-    if not was_there:
+    if not existed:
         Path(path).unlink()
 
 
@@ -57,23 +57,23 @@ def take(settings: Settings, rounds: int, console: Console) -> Profile:
     """Builds the stack and times it, with a progress bar. Raises ConfigError or CheckpointError."""
     settings = located(settings, console)
     mesh = mesh_of(settings)
-    found = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
-    first = devices.first_of_most(found)
+    all_devices = devices.prepare_mesh(mesh, settings.platform, settings.compile_cache_dir)
+    first = devices.first_of_most(all_devices)
     deployment = resolve_deployment(settings, first.platform, devices.memory_bytes(first), chip=devices.chip_of(first))
     if any(each.is_pipelined_multi_step for each in deployment.workers):
         what = f"--multi_step={settings.multi_step} of the stages of --mesh={settings.mesh}"
         raise ConfigError(f"{what} is not timed: leave it away, or take a ring")
     bar, on_progress = terminal.compile_bar(console)
     with bar:
-        machines = load_executors(deployment, settings, found)
-        warm(machines, on_progress)
-        profiler = Profiler(deployment, settings, machines)
+        executors = load_executors(deployment, settings, all_devices)
+        warm(executors, on_progress)
+        profiler = Profiler(deployment, settings, executors)
         profiler.run(rounds, on_progress)
-    return profiler.profile(describe_machine(found[0].device_kind))
+    return profiler.profile(describe_machine(all_devices[0].device_kind))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on what was wrong."""
+    """Runs the command. Returns 0, or 2 with one line on the error."""
     return command.run("jdisagg profile", __doc__, declare(), argv, run)
 
 

@@ -1,13 +1,13 @@
-"""Takes a recorded journal through fresh actors and compares every decision.
+"""Replays a recorded journal through new actors and compares every decision.
 
     python -m jdisagg replay JOURNAL [--virtual] [--perfetto=FILE] [--fingerprint=HEX]
 
-With --virtual its events are not handed over: the simulator makes them again from the actors' own effects, and takes of
-the journal what came from outside, the tokens drawn, and how long things took (`sim/rerun.py`). With --perfetto=FILE
-the run is written as a trace for Perfetto, as far as its decisions are the same. With --fingerprint=HEX, as /health
-shows it, a journal of another model is refused.
+With --virtual the simulator makes the events itself from the actors' own effects, and takes from the journal only
+the external events, the sampled tokens, and how long things took (`sim/rerun.py`). With --perfetto=FILE the run is
+written as a trace for Perfetto, up to the first different decision. With --fingerprint=HEX, as /health shows it, a
+journal of another model is refused.
 
-Exit code 0 and "N events, same decisions", or 1 and the first event that led to something else, or 2.
+Exit code: 0 and "N events, same decisions", 1 and the first event with different effects, or 2.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ MOST_REQUESTS, MOST_STEPS = 10_000, 1_000_000  # of a trace: the last ones
 
 
 def replay(header: Header, entries: Iterable[Recorded], observe: Observer = lambda actor, item, at_s: None) -> int:
-    """The number of events whose decisions were the same. Raises JournalError at the first that differs.
-
-    `observe` is told every event, and every effect that followed.
-    """
+    """Returns the number of events, all with the same decisions. Raises JournalError at the first that differs.
+    `observe` gets every event, and every effect that followed."""
     actors = actors_of(header)
     number = 0
     for number, entry in enumerate(entries, 1):
@@ -76,10 +74,10 @@ def body(values: flags.FlagValues) -> int:
             header, entries = read_lines(lines)
             check_model(header, values.fingerprint)
             if values.virtual:
-                said = f"{len(rerun(header, entries).entries)} events, same decisions in virtual time"
+                summary_line = f"{len(rerun(header, entries).entries)} events, same decisions in virtual time"
             else:
-                said = f"{_replayed(header, entries, values.perfetto)} events, same decisions"
-            print(f"{said}; model {header.model}" if header.model else said)
+                summary_line = f"{_replay_and_trace(header, entries, values.perfetto)} events, same decisions"
+            print(f"{summary_line}; model {header.model}" if header.model else summary_line)
         except (JournalError, OSError, UnicodeDecodeError) as error:
             what = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
             print(f"{path}: {what}", file=sys.stderr)
@@ -88,14 +86,14 @@ def body(values: flags.FlagValues) -> int:
 
 
 def check_model(header: Header, fingerprint: str) -> None:
-    """Raises JournalError with both fingerprints if the journal's model is not the one asked for; "" asks for none."""
+    """Raises JournalError with both fingerprints if the journal's model is not the requested one; "" accepts any."""
     found = header.model_fingerprint
     if fingerprint and (not found or not fingerprint.startswith(found)):
         raise JournalError(f"line 1: the journal is of the model {header.model or 'unknown'}, not of {fingerprint}")
 
 
-def _replayed(header: Header, entries: Iterable[Recorded], perfetto: str) -> int:
-    """As `replay`, with the trace written where one is asked for. Raises ConfigError where it cannot be."""
+def _replay_and_trace(header: Header, entries: Iterable[Recorded], perfetto: str) -> int:
+    """Replays as `replay`, and writes the trace if one is requested. Raises ConfigError if it cannot be written."""
     records = Records(keep=MOST_REQUESTS, steps=MOST_STEPS)
     count = replay(header, entries, records.observe if perfetto else lambda actor, item, at_s: None)
     if perfetto:
@@ -107,7 +105,7 @@ def _replayed(header: Header, entries: Iterable[Recorded], perfetto: str) -> int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See the head of this file for the exit codes."""
+    """Runs the command; the head of this file lists the exit codes."""
     return command.run("jdisagg replay", __doc__, declare(), argv, body, positional="journal")
 
 

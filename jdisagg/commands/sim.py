@@ -1,4 +1,4 @@
-"""The simulator: a workload on a mesh, by the router and workers that serve, in virtual time.
+"""Simulates a workload on a mesh with the serving router and workers, in virtual time.
 
     python -m jdisagg sim --trace=azure:FILE --rate=4 --mesh=prefill:2xtp1,decode:1xtp1 --model=opt-13b --cost=distserve
     python -m jdisagg sim --trace=lengths:FILE --rate=8 --requests=500 --mesh=prefill:tp2,decode:tp2
@@ -6,12 +6,15 @@
     python -m jdisagg sim --trace=lengths:FILE --rates=1,2,4,8 --report=out.html --parquet=requests.parquet ...
 
 A trace is a kind and a file: azure (TIMESTAMP, ContextTokens, GeneratedTokens), mooncake (JSON lines) or lengths
-(num_prefill_tokens, num_decode_tokens); or mix:INPUT+OUTPUT@SHARE,... The last two get their arrivals drawn: Poisson,
-or by --servegen's rates. --rate stretches recorded arrivals alike.
---cost=distserve are fits to measurements on A100-80G; --cost=roofline is arithmetic, and optimistic about old engines;
---cost=kernels:rtx4090 (or rtxpro6000, or a folder of LLMServingSim's tables) are measured kernels;
---cost=profile:FILE are your own devices as jdisagg profile timed them, with that run's model, sizes and transfers.
-Where a trace names its blocks (mooncake), prompts that begin alike find each other's KV, as live; --dram_tokens,
+(num_prefill_tokens, num_decode_tokens); or mix:INPUT+OUTPUT@SHARE,... Arrivals of the last two are drawn: Poisson, or
+by --servegen's rates. --rate scales recorded arrivals by one factor.
+
+    --cost=distserve         fits to measurements on A100-80G
+    --cost=roofline          arithmetic, and optimistic about old engines
+    --cost=kernels:rtx4090   measured kernels (or rtxpro6000, or a folder of LLMServingSim's tables)
+    --cost=profile:FILE      your own devices timed by `jdisagg profile`: the model, sizes and transfers of that run
+
+If a trace has block hashes (mooncake), prompts with common prefixes share KV, as in serving; --dram_tokens,
 --disk_tokens and --pool_tokens keep it below HBM.
 """
 
@@ -57,15 +60,15 @@ from jdisagg.sim.cluster_spec import (
     with_tiers,
 )
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
-from jdisagg.sim.failing import FailingCluster, Failures, drawn_losses, failing, losses_told
+from jdisagg.sim.failing import FailingCluster, Failures, describe_losses, drawn_losses, failing
 from jdisagg.sim.hardware import model_of
 from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.measured import check_fits, cluster_spec_of
 from jdisagg.sim.outcome import SLO, Point, trust, write_csv
-from jdisagg.sim.scaled import FlipCosts, ScaledCluster, flips_of, scaled, scaling_told
+from jdisagg.sim.scaled import FlipCosts, ScaledCluster, describe_scaling, flips_of, scaled
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.simulation import SpanLog
-from jdisagg.sim.summary import Run, curve, latencies, verdict, write_json
+from jdisagg.sim.summary import Run, curve, latencies, summary_lines, write_json
 from jdisagg.sim.tiers import TierSpec, rates_said, tier_speeds
 from jdisagg.sim.traces import Trace, closed_loop
 from jdisagg.sim.traces.workloads import by_rates, cut, drawn, read_workload
@@ -74,7 +77,7 @@ PORT_HELP = (
     "GB/s of a worker's port, each way; 0: the NICs of --hardware (of an A100 for distserve); inf: KV takes no time"
 )
 FITTED_ON = "a100"  # DistServe's measurements
-WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need more than the project does
+WRITERS = {"parquet": "jdisagg.sim.parquet", "report": "jdisagg.sim.report"}  # they need optional packages
 
 
 def declare() -> flags.FlagValues:
@@ -144,7 +147,7 @@ def _define_cluster(values: flags.FlagValues) -> None:
 
 
 def workload(values: flags.FlagValues, rate: float) -> Trace:
-    """The trace as asked for, at `rate` requests a second (0: as recorded). Raises ConfigError."""
+    """Returns the requested trace at `rate` requests per second (0: as recorded). Raises ConfigError."""
     trace = read_workload(values.trace).scaled_lengths(values.inputs, values.outputs)
     if values.max_model_len:
         trace = trace.rows(trace.input_tokens + trace.output_tokens <= values.max_model_len)
@@ -167,7 +170,7 @@ def _with_arrivals(values: flags.FlagValues, lengths: Trace, rate: float) -> Tra
 
 
 def costs(values: flags.FlagValues) -> CostOf:
-    """Where the seconds of each worker come from, and how many tokens of KV it has room for."""
+    """Returns the costs of each worker and its capacity in KV tokens."""
     cost_of = _costs(values)
     return with_room(cost_of, values.kv_tokens) if values.kv_tokens else cost_of
 
@@ -185,21 +188,21 @@ def _costs(values: flags.FlagValues) -> CostOf:
 
 
 def _kernels(values: flags.FlagValues, tables: str) -> CostOf:
-    """Kernels measured on a device whose tables are shipped, or tables of a folder (of one tp)."""
+    """Returns kernels measured on a device with shipped tables, or the tables of a folder (of one tp)."""
     if not values.kv_tokens:
         raise FlagError("--cost=kernels: --kv_tokens=N says how many tokens of KV a worker has room for")
     shape = Model(model_of(values.model), values.dtype)
 
     def of(tp: int) -> KernelTables:
-        found = read_kernels(tables) if Path(tables).is_dir() else shipped_kernels(tables, values.model, tp)
-        return KernelTables(shape, found, tp, values.host_s)
+        kernels = read_kernels(tables) if Path(tables).is_dir() else shipped_kernels(tables, values.model, tp)
+        return KernelTables(shape, kernels, tp, values.host_s)
 
     return by_kernels(of, values.kv_tokens)
 
 
 def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
-    """The cluster, and what lies below its workers' HBM. Raises ConfigError."""
-    given, said = _in_hbm(values, trace), rates_said(values.tier_gb_per_s)
+    """Returns the cluster with the tiers below its workers' HBM. Raises ConfigError."""
+    given, tier_rates = _in_hbm(values, trace), rates_said(values.tier_gb_per_s)
     tokens = {"dram_tokens": values.dram_tokens, "disk_tokens": values.disk_tokens, "pool_tokens": values.pool_tokens}
     if not any(tokens.values()) and not values.peer_fetch:
         return given
@@ -209,13 +212,13 @@ def build(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
             f"{what}: nothing is kept of --trace={values.trace} with --prefix_caching={values.prefix_caching}:"
             " take a trace that names its blocks (mooncake), and on"
         )
-    speeds = tier_speeds(MeshSpec.parse(values.mesh), devices_of(values.hardware), said)
+    speeds = tier_speeds(MeshSpec.parse(values.mesh), devices_of(values.hardware), tier_rates)
     spec = TierSpec(speeds, values.pool_tokens)
     return with_tiers(given, spec, values.dram_tokens, values.disk_tokens, peer_fetch=values.peer_fetch)
 
 
 def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
-    """Workers keep no pages where no block has a name: nobody would ever find one."""
+    """Returns the cluster without lower tiers; prefix caching is off if no block has a hash."""
     keeps = values.prefix_caching == "on" and bool(trace.block_hashes)
     if values.cost.startswith("profile:"):
         mode = TransferMode(values.transfer) if values["transfer"].present else None
@@ -231,8 +234,8 @@ def _in_hbm(values: flags.FlagValues, trace: Trace) -> ClusterSpec:
 
 
 def settings_of(values: flags.FlagValues, max_model_len: int, *, keeps: bool) -> Settings:
-    """Returns the server's settings for the flags; all that have no flag here are at the server's defaults. keeps:
-    the prompts have blocks with names, so that KV can be found again. Raises FlagError."""
+    """Returns the server's settings for the flags; settings without a flag here have the server's defaults. `keeps`:
+    the prompts have block hashes, so that prefix caching can find KV. Raises FlagError."""
     is_fit, is_kernels = values.cost == "distserve", values.cost.startswith("kernels:")
     if is_fit and values["mixed_steps"].present and values.mixed_steps == "on":
         raise FlagError("--mixed_steps=on and --cost=distserve: fits have no times of mixed steps; say off")
@@ -253,12 +256,11 @@ def settings_of(values: flags.FlagValues, max_model_len: int, *, keeps: bool) ->
 
 
 def port_of(values: flags.FlagValues, mesh: MeshSpec) -> float | PortOf:
-    """Returns the port of each worker: --port_gb_per_s, else the NICs of its devices. Raises FlagError where neither
-    is known."""
+    """Returns each worker's port: --port_gb_per_s, else its devices' NICs. Raises FlagError if neither is known."""
     if values.port_gb_per_s:
         return values.port_gb_per_s * 1e9
     if len(mesh.pools) == 1 or values.nic_gb_per_s:
-        return FREE_LINK  # no KV crosses a port, or the hosts' NICs are what takes time
+        return FREE_LINK  # no KV crosses a port, or the hosts' NICs are the bottleneck
     if values.cost.startswith("kernels:"):
         raise FlagError(f"--cost={values.cost} has no link: say --port_gb_per_s=N; inf: KV takes no time")
     devices = devices_of(FITTED_ON if values.cost == "distserve" else values.hardware)
@@ -277,14 +279,14 @@ def simulate(values: flags.FlagValues, rate: float) -> Run:
     cluster.check_all_ended()
     run = Run(outcome, took_s, rate or trace.rate_rps, log)
     if isinstance(cluster, FailingCluster):
-        return replace(run, changes=losses_told(cluster))
+        return replace(run, changes=describe_losses(cluster))
     if isinstance(cluster, ScaledCluster):
-        return replace(run, changes=scaling_told(cluster), flips=flips_of(cluster))
+        return replace(run, changes=describe_scaling(cluster), flips=flips_of(cluster))
     return run
 
 
 def clustered(values: flags.FlagValues, given: ClusterSpec, trace: Trace, **named: Any) -> Cluster:
-    """With an autoscaler where --autoscale asks for one, or with losses. Raises ConfigError."""
+    """Returns the cluster, with an autoscaler or losses if requested. Raises ConfigError."""
     if values.lost_every_s:
         if values.autoscale != "off":
             raise ConfigError(f"--lost_every_s: who is lost is simulated without --autoscale={values.autoscale}")
@@ -307,19 +309,19 @@ def router_of(values: flags.FlagValues) -> RouterConfig:
 
 
 def sweep(values: flags.FlagValues, slo: SLO, devices: int) -> tuple[Run, list[Point]]:
-    """The run that is told in full, and a point of each rate: of several only one whole run is kept."""
+    """Returns the run to report in full, and a point for each rate; only one whole run is kept in memory."""
     rates = rates_of(values)
-    told, points = simulate(values, rates[0]), []
+    reported, points = simulate(values, rates[0]), []
     for rate in rates:
-        run = simulate(values, rate) if rate != rates[0] else told
+        run = simulate(values, rate) if rate != rates[0] else reported
         points.append(Point.of(run.outcome, run.rate_rps, slo, devices))
         if rate == values.rate or (not values.rate and points[-1].attainment >= slo.share):
-            told = run
-    return told, points
+            reported = run
+    return reported, points
 
 
 def rates_of(values: flags.FlagValues) -> list[float]:
-    """Every rate that is asked for, rising; [0] where none is. Raises FlagError."""
+    """Returns every requested rate in ascending order; [0] if there is none. Raises FlagError."""
     try:
         rates = {float(each) for each in values.rates} | ({values.rate} if values.rate else set())
     except ValueError as error:
@@ -332,45 +334,45 @@ def rates_of(values: flags.FlagValues) -> list[float]:
 def run(values: flags.FlagValues) -> int:
     slo = slo_of(values)
     devices = MeshSpec.parse(values.mesh).num_devices
-    rooms = {flag: _room(flag) for flag in WRITERS if values[flag].value}  # before any work
-    told, points = sweep(values, slo, devices)
+    writers = {flag: _writer_module(flag) for flag in WRITERS if values[flag].value}  # checked before any work
+    reported, points = sweep(values, slo, devices)
     console = Console()
-    console.print(latencies(told.outcome), highlight=False)
-    for line in verdict(told, slo, devices):
+    console.print(latencies(reported.outcome), highlight=False)
+    for line in summary_lines(reported, slo, devices):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(trust(checked_of(values)), highlight=False, soft_wrap=True)
     if len(points) > 1:
         console.print(curve(points, slo), highlight=False)
     if values.csv:
-        write_csv(told.outcome, values.csv)
+        write_csv(reported.outcome, values.csv)
     if values.json:
-        write_json(told, slo, devices, values.json)
-    if "parquet" in rooms:
-        rooms["parquet"].write_parquet(told.outcome, values.parquet)
-    if "report" in rooms:
-        rooms["report"].write_report(story(values, rooms["report"], told, points), values.report)
+        write_json(reported, slo, devices, values.json)
+    if "parquet" in writers:
+        writers["parquet"].write_parquet(reported.outcome, values.parquet)
+    if "report" in writers:
+        writers["report"].write_report(story(values, writers["report"], reported, points), values.report)
     for path in filter(None, (values.csv, values.json, values.parquet, values.report)):
         console.print(f"wrote {path}", highlight=False)
     return 0
 
 
-def story(values: flags.FlagValues, room: ModuleType, told: Run, points: Sequence[Point]) -> Any:
-    """What the page of --report is made of."""
-    outcome = told.outcome
+def story(values: flags.FlagValues, report_module: ModuleType, reported: Run, points: Sequence[Point]) -> Any:
+    """Returns the contents of the page of --report."""
+    outcome = reported.outcome
     facts = {
         "model": _profiled(values).model if values.cost.startswith("profile:") else values.model,
         "costs": values.cost
         + {"roofline": f" of {values.hardware}", "distserve": f", {values.engine}"}.get(values.cost, ""),
         "workload": f"{Path(values.trace.partition(':')[2]).name}, {len(outcome.records):,} requests",
-        "rate": f"{told.rate_rps:.4g} requests/s",
-        "simulated": f"{outcome.span_s:,.0f} s in {told.took_s:.1f} s",
+        "rate": f"{reported.rate_rps:.4g} requests/s",
+        "simulated": f"{outcome.span_s:,.0f} s in {reported.took_s:.1f} s",
     }
-    return room.Story(
+    return report_module.Story(
         title=f"{facts['model']} on {values.mesh}, simulated",
         command="python -m jdisagg sim " + shlex.join(sys.argv[1:]),
         facts=facts,
         outcome=outcome,
-        log=told.log,
+        log=reported.log,
         slo=slo_of(values),
         devices=MeshSpec.parse(values.mesh).num_devices,
         curve=points,
@@ -379,17 +381,17 @@ def story(values: flags.FlagValues, room: ModuleType, told: Run, points: Sequenc
 
 
 def checked_of(values: flags.FlagValues) -> Checked | None:
-    """What the last check of a profile's costs found; other costs have none."""
+    """Returns the result of the last check of a profile's costs; None for other costs."""
     return _profiled(values).checked if values.cost.startswith("profile:") else None
 
 
 def _profiled(values: flags.FlagValues) -> Profile:
-    """Of --cost=profile:FILE. Raises ConfigError."""
+    """Reads the profile of --cost=profile:FILE. Raises ConfigError."""
     return read_profile(values.cost.partition(":")[2])
 
 
-def _room(flag: str) -> ModuleType:
-    """The module that writes what the flag asks for. Raises ConfigError where what it needs is not installed."""
+def _writer_module(flag: str) -> ModuleType:
+    """Returns the module that writes the flag's file. Raises ConfigError if a package it needs is not installed."""
     try:
         return importlib.import_module(WRITERS[flag])
     except ModuleNotFoundError as error:
@@ -397,7 +399,7 @@ def _room(flag: str) -> ModuleType:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on what was wrong."""
+    """Runs the command. Returns 0, or 2 with one line on the error."""
     return command.run("jdisagg sim", __doc__, declare(), argv, run)
 
 

@@ -1,7 +1,8 @@
-"""`python -m jdisagg top --url=http://127.0.0.1:8000`: a running cluster live in the terminal, until Ctrl-C.
+"""`python -m jdisagg top --url=http://127.0.0.1:8000`: shows a running cluster live in the terminal, until Ctrl-C.
 
-What the page at `/` shows, by the same document (`GET /debug/cluster`): workers with their meshes and pages, transfers,
-queues, the latest requests with their ledgers, and the latest decisions. --once prints one picture and ends.
+It shows what the page at `/` shows, from the same document (`GET /debug/cluster`): workers with their meshes and
+pages, transfers, queues, the latest requests with their ledgers, and the latest decisions. --once prints one picture
+and ends.
 """
 
 from __future__ import annotations
@@ -29,40 +30,37 @@ from jdisagg.core.ledger import PARTS
 
 TIMEOUT_S = 10.0
 MAX_DOCUMENT_BYTES = 16 << 20
-STEADY_S = 1.2  # rates are over longer: workers of other processes report each second
+STEADY_S = 1.2  # rates are over at least this time, since workers of other processes report each second
 USES = {"live": "blue", "in_flight": "red", "cached": "cyan", "free": "bright_black"}
 COLOURS = dict(zip(PARTS, ("bright_black", "yellow", "blue", "red", "magenta", "green"), strict=True))
-WIDE = 120  # columns; on fewer there is less to see
+WIDE = 120  # columns; narrower terminals show fewer details
 REQUESTS, DECISIONS = 8, 5
 Document = dict[str, Any]
 
 
 class Unanswered(JdisaggError):
-    """The server did not answer, or not with a document."""
+    """Raised when the server did not answer, or not with a document."""
 
 
 def fetch(url: str, api_key: str) -> Document:
-    """What `GET /debug/cluster` says. Raises Unanswered."""
+    """Returns the document of `GET /debug/cluster`. Raises NoAnswerError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    place = f"{url.rstrip('/')}/debug/cluster"
+    address = f"{url.rstrip('/')}/debug/cluster"
     try:
-        with urllib.request.urlopen(urllib.request.Request(place, headers=headers), timeout=TIMEOUT_S) as answer:
-            found = json.loads(answer.read(MAX_DOCUMENT_BYTES))
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=TIMEOUT_S) as reply:
+            document = json.loads(reply.read(MAX_DOCUMENT_BYTES))
     except urllib.error.HTTPError as error:
-        why = {401: "the key is missing or wrong: --api_key", 404: "nothing is recorded there: --debug_keep=0"}
-        raise Unanswered(f"{place}: {why.get(error.code, f'HTTP {error.code}')}") from error
+        reasons = {401: "the key is missing or wrong: --api_key", 404: "nothing is recorded there: --debug_keep=0"}
+        raise Unanswered(f"{address}: {reasons.get(error.code, f'HTTP {error.code}')}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise Unanswered(f"{place}: {getattr(error, 'reason', None) or error}") from error
-    if not isinstance(found, dict) or "workers" not in found:
-        raise Unanswered(f"{place}: that is no jdisagg server")
-    return found
-
-
-# ------------------------------------------------------------------ rates
+        raise Unanswered(f"{address}: {getattr(error, 'reason', None) or error}") from error
+    if not isinstance(document, dict) or "workers" not in document:
+        raise Unanswered(f"{address}: that is no jdisagg server")
+    return document
 
 
 class Watch:
-    """The latest document, and one from a little earlier, by which things have a pace."""
+    """The latest document and a slightly earlier one, between which rates are computed."""
 
     def __init__(self) -> None:
         self._documents = deque[Document](maxlen=256)
@@ -84,17 +82,14 @@ class Watch:
         return self._documents[0]
 
     def per_second(self, pick: Callable[[Document], float]) -> float:
-        """How fast what `pick` reads of a document grows."""
+        """Returns the growth per second of the number that `pick` reads from a document."""
         elapsed_s = self.last["now_s"] - self.before["now_s"]
         return max(0.0, pick(self.last) - pick(self.before)) / elapsed_s if elapsed_s > 0 else 0.0
 
 
 def _row(document: Document, kind: str, **names: str) -> dict[str, Any]:
-    """The worker or link of these names; empty where it is not there."""
+    """Returns the worker or link with these names; empty if it is not there."""
     return next((each for each in document[kind] if names.items() <= each.items()), {})
-
-
-# ------------------------------------------------------------------ numbers
 
 
 def share(part: float, whole: float) -> str:
@@ -110,22 +105,19 @@ def seconds(nanoseconds: float) -> str:
 
 
 def cells(amounts: Mapping[str, float], colours: Mapping[str, str], width: int) -> Text:
-    """A bar: each amount its share of `width` cells, rounded where they end, and in its colour."""
-    whole, drawn, total = sum(amounts.values()), 0, 0.0
+    """Draws a bar: each amount gets its share of `width` cells, in its colour."""
+    whole, filled, total = sum(amounts.values()), 0, 0.0
     bar = Text()
     for name, colour in colours.items():
         total += amounts.get(name, 0.0)
         end = round(width * total / whole) if whole else 0
-        bar.append(("░" if name == "free" else "█") * (end - drawn), colour)
-        drawn = end
+        bar.append(("░" if name == "free" else "█") * (end - filled), colour)
+        filled = end
     return bar
 
 
-# ------------------------------------------------------------------ tables
-
-
 def picture(watch: Watch, width: int = WIDE) -> RenderableType:
-    """For a terminal of `width` columns."""
+    """Returns the tables for a terminal of `width` columns."""
     document, is_wide = watch.last, width >= WIDE
     tables = [_workers(watch, is_wide), _links(watch), _requests(document, is_wide), _decisions(document)]
     shown = [part for each in tables if each.row_count for part in (each, Text())]
@@ -133,7 +125,7 @@ def picture(watch: Watch, width: int = WIDE) -> RenderableType:
 
 
 def _table(*names: str, numbers: str = "", is_wide: bool = True) -> Table:
-    """`numbers`: those of the columns that are lined up at their ends."""
+    """Returns an empty table; `numbers` names the right-aligned columns."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2 if is_wide else 1, 0, 0))
     for name in names:
         table.add_column(name, justify="right" if name in numbers.split(",") else "left", no_wrap=True)
@@ -210,19 +202,18 @@ def _decisions(document: Document) -> Table:
 
 
 def _pair(workers: dict[str, str | None] | None) -> str:
-    found = list(dict.fromkeys(each for each in (workers or {}).values() if each))
-    return " → ".join(found) or "-"
+    names = list(dict.fromkeys(each for each in (workers or {}).values() if each))
+    return " → ".join(names) or "-"
 
 
-# ------------------------------------------------------------------ the command
-
-
-def pictures(ask: Callable[[], Document], every_s: float, width: Callable[[], int]) -> Iterator[RenderableType]:
-    """One every `every_s` seconds, for ever; where the server does not answer, why."""
+def pictures(
+    fetch_document: Callable[[], Document], every_s: float, width: Callable[[], int]
+) -> Iterator[RenderableType]:
+    """Yields a picture every `every_s` seconds, for ever; the error if the server does not answer."""
     watch = Watch()
     while True:
         try:
-            watch.take(ask())
+            watch.take(fetch_document())
             yield picture(watch, width())
         except Unanswered as error:
             yield Text(f"{error}; trying again", "red")
@@ -254,7 +245,7 @@ def body(values: flags.FlagValues) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 2 with one line for a mistake or, with --once, a server that does not answer, 130 after Ctrl-C."""
+    """Runs the command. Returns 0, 2 with one line for an error, or 130 after Ctrl-C."""
     return command.run("jdisagg top", __doc__, declare(), argv, body, positional="url")
 
 

@@ -1,9 +1,9 @@
-"""Trains the embedded model, or a draft or head that guesses what a model draws, and exports it.
+"""Trains the embedded model, or a draft model or head for speculative decoding, and exports it.
 
     python -m jdisagg train --config=configs/embedded_train.toml [--resume] [--export_only]
     python -m jdisagg train --config=configs/draft_smollm2.toml
 
-The file holds the model, the optimiser and the phases as well; --out_dir, --export_dir and --seed win over its [run].
+The file also holds the model, the optimiser and the phases; --out_dir, --export_dir and --seed override its [run].
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def declare() -> flags.FlagValues:
 
 
 def train_and_export(settings: TrainSettings, resume: bool, export_only: bool) -> str:
-    """The whole run; the text to print at its end."""
+    """Runs the whole training; returns the text to print at its end."""
     corpus = read_corpus()
     run = open_run(settings, corpus, resume=resume)
     reports = read_reports(Path(settings.run.out_dir) / "log.jsonl") if export_only else train(run, corpus)
@@ -53,7 +53,7 @@ def train_and_export(settings: TrainSettings, resume: bool, export_only: bool) -
 
 
 def train_and_export_head(settings: HeadTrainSettings, export_only: bool) -> str:
-    """A head's whole run; the text to print at its end."""
+    """Runs a head's whole training; returns the text to print at its end."""
     folder = located(Settings(model=settings.target.folder), Console()).model or str(EMBEDDED_FOLDER)
     target = open_target(replace(settings.target, folder=folder))
     parts = read_or_write(target, Path(settings.head.out_dir) / "answers", code_of(target))
@@ -66,12 +66,12 @@ def train_and_export_head(settings: HeadTrainSettings, export_only: bool) -> str
 
 
 def code_of(target: Target) -> np.ndarray:
-    """i32[N]: the training corpus in the model's own tokens."""
+    """Returns the training corpus in the model's own tokens, i32[N]."""
     return np.concatenate(target.tokenizer.encode_all([each.text for each in read_corpus().training], False))
 
 
 def body(values: flags.FlagValues) -> int:
-    logging.set_verbosity(logging.WARNING)  # Orbax tells every file operation at INFO
+    logging.set_verbosity(logging.WARNING)  # Orbax logs every file operation at INFO
     head = read_head_settings(Path(values.config or DEFAULT))
     if head is not None:
         given = {"out_dir": values.out_dir, "export_dir": values.export_dir, "seed": values.seed}
@@ -85,7 +85,7 @@ def body(values: flags.FlagValues) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on what was wrong."""
+    """Runs the command. Returns 0, or 2 with one line on the error."""
     return command.run("jdisagg train", __doc__, declare(), argv, body, own_file=True)
 
 

@@ -1,8 +1,8 @@
-"""KV pages on the devices: pools of pages, head-major, sharded on heads; page 0 is the null page.
+"""KV page pools on the devices: head-major, sharded on heads; page 0 is the null page.
 
-All layers of a stage lie in one pool, one behind the other: page p of its i-th layer is page i * (num_pages + 1) + p.
-A ring's layers and a draft model's have a pool each, and so have those that are kept apart (`PoolForm`). Quantised, a
-pool is `QuantizedPages`.
+All layers of a stage are consecutive in one pool: page p of its i-th layer is page i * (num_pages + 1) + p. The
+layers of a ring and of a draft model have a pool each, and so have layers that are kept apart (`PagePoolLayout`). A
+quantised pool is a `QuantizedPages`.
 """
 
 from __future__ import annotations
@@ -30,30 +30,29 @@ POOL_SPEC = PartitionSpec(None, AXIS)
 
 
 def pool_format(submesh: Submesh, *, scaled: bool = False) -> Format | Sharding:
-    """A page is one run of memory: kernels take pools so, and would get a copy of one that is laid out otherwise.
-
-    Scaled pages, numbers and scales, are only taken of sizes that every platform lays out so by itself.
-    """
+    """Returns the row-major format of a pool: kernels read a page as one run of memory. Scaled pages, numbers and
+    scales, are only used in sizes that every platform lays out row-major by default."""
     return submesh.sharding(POOL_SPEC) if scaled else submesh.row_major(POOL_SPEC, 5)
 
 
 class PoolForm(NamedTuple):
-    """How a layer group's pages are kept."""
+    """How the pages of a layer group are stored."""
 
     format: Format | Sharding
-    apart: bool = False  # each layer's in a pool of its own
+    apart: bool = False  # True: each layer in a pool of its own
 
     @staticmethod
     def of(layout: KVLayout, num_layers: int, num_pages: int, submesh: Submesh) -> PoolForm:
-        """Apart where a GPU's kernels would not reach all of one pool: see `pallas_kernels.triton_attention`."""
+        """Keeps layers apart if a GPU's kernels could not address all of one pool. See
+        `pallas_kernels.triton_attention`."""
         numbers = num_layers * (num_pages + 1) * math.prod(layout.page_shape(submesh.tp))
         apart = submesh.devices[0].platform == "gpu" and not offsets_reach(numbers, layout.dtype)
         return PoolForm(pool_format(submesh, scaled=layout.scaled), apart)
 
 
 class PagesOfStage(Protocol):
-    """What shipments need of one stage: layers `layers` of the model on `submesh`; pools[i] holds layer layers[i], or
-    the only one all of them."""
+    """The pages of one stage: layers `layers` of the model on `submesh`. pools[i] holds layer layers[i], or the only
+    pool holds all of them."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -72,9 +71,9 @@ class PagesOfStage(Protocol):
 class StagePages:
     """The KV pages of one stage, as `PagesOfStage`.
 
-    A pool is [num_pages + 1, heads of all shards, parts, page_size, D]: a head is there once for every shard that
-    holds it; where the shards do not share the heads evenly, some places are padding (`core/layout/tensor_cut.py`).
-    Programs take `pools` donated and hand back the list that replaces it.
+    A pool is [num_pages + 1, heads of all shards, parts, page_size, D]. A head is there once for every shard that
+    holds it. If heads do not divide evenly among the shards, some head entries are padding
+    (`core/layout/tensor_cut.py`). Programs take `pools` donated and return the list that replaces it.
     """
 
     def __init__(
@@ -87,22 +86,22 @@ class StagePages:
         joined: bool = False,
         draft: str = "",
     ) -> None:
-        """joined: all layers in one pool. draft: see `StageShape`."""
+        """Allocates the pools. `joined`: all layers in one pool. `draft`: see `StageShape`."""
         self.layout, self.layers, self.submesh, self.draft = layout, layers, submesh, draft
         pool, *_ = pools = abstract_pools(layout, len(layers), num_pages, submesh, joined=joined)
         zeros = partial(jax.tree.map, lambda part: jnp.zeros(part.shape, part.dtype), pool)
         make = jax.jit(zeros, out_shardings=pool_format(submesh, scaled=layout.scaled))
-        # Each by its own call, so that no two pools share a buffer; awaited, so that the calls never pile up.
+        # One call per pool, so that no two pools share a buffer; awaited, so that the calls never queue up.
         self.pools: list[Any] = [jax.block_until_ready(make()) for _ in pools]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards together."""
+        """Returns the bytes of all shards together."""
         return sum(part.nbytes for part in jax.tree.leaves(self.pools))
 
 
 def abstract_pool(layout: KVLayout, num_pages: int, submesh: Submesh, layers: int = 1) -> Any:
-    """The shape and sharding of a pool of so many layers; nothing is allocated."""
+    """Returns the shape and sharding of a pool of `layers` layers; nothing is allocated."""
     number, cut = layers * (num_pages + 1), pool_format(submesh, scaled=layout.scaled)
     heads, *page = layout.page_shape(submesh.tp)
     shape, scales = (number, heads * submesh.tp, *page), (number, heads * submesh.tp, layout.scales_shape()[1])
@@ -110,121 +109,125 @@ def abstract_pool(layout: KVLayout, num_pages: int, submesh: Submesh, layers: in
 
 
 def pool_of(layout: KVLayout, shape: tuple[int, ...], scales: tuple[int, ...], cut: Any = None) -> Any:
-    """Numbers of such a shape as the layout's dtype is kept: alone, or with scales."""
+    """Returns the numbers of a pool as the layout's dtype is stored: alone, or with scales."""
     numbers: Any = jax.ShapeDtypeStruct(shape, layout.dtype, sharding=cut)
     if not layout.scaled:
         return numbers
-    held: Any = jax.ShapeDtypeStruct(scales, jnp.float32, sharding=cut)
-    return QuantizedPages(numbers, held)
+    scale_shape: Any = jax.ShapeDtypeStruct(scales, jnp.float32, sharding=cut)
+    return QuantizedPages(numbers, scale_shape)
 
 
 def abstract_pools(layout: KVLayout, num_layers: int, num_pages: int, submesh: Submesh, *, joined: bool) -> list[Any]:
-    """Of a whole stage."""
+    """Returns the pools of a whole stage; nothing is allocated."""
     if joined:
         return [abstract_pool(layout, num_pages, submesh, num_layers)]
     return [abstract_pool(layout, num_pages, submesh)] * num_layers
 
 
 def pools_of(stage: PagesOfStage, layers: range) -> slice:
-    """Those of the stage's pools that hold these layers of the model."""
+    """Returns the slice of the stage's pools that hold these layers of the model."""
     if is_joined(stage):
         return slice(0, 1)
     return slice(layers.start - stage.layers.start, layers.stop - stage.layers.start)
 
 
 def places_in(stage: PagesOfStage, layers: range, pages: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Where `pages` are in those pools: i32[n], of layers in one pool i32[layers, n]. The null page is the first."""
+    """Returns the indices of `pages` in those pools: i32[n], or i32[layers, n] if all layers share one pool. The null
+    page is page 0 of each pool."""
     pages = np.asarray(pages, np.int32)
     if not is_joined(stage):
         return pages
     places = np.arange(layers.start - stage.layers.start, layers.stop - stage.layers.start, dtype=np.int32)
-    each = stored(stage.pools[0]).shape[0] // len(stage.layers)
-    return np.where(pages == 0, 0, pages + places[:, None] * np.int32(each))
+    pages_per_layer = stored(stage.pools[0]).shape[0] // len(stage.layers)
+    return np.where(pages == 0, 0, pages + places[:, None] * np.int32(pages_per_layer))
 
 
 def is_joined(stage: PagesOfStage) -> bool:
     return len(stage.layers) > 1 == len(stage.pools)
 
 
-# The KV pages of a ring, seen two ways: a pool for each place, cut over the stages, and of each stage the pools
-# of its layers, as any other stage's.
+# The KV pages of a ring, seen two ways: one pool per layer position, cut over the stages, and for each stage the pools
+# of its layers as in any other stage.
 #
-# Both hold the same memory. Whoever is about to write asks for its view and hands back what it made; the other
-# view is made anew when it is asked for. Where nothing but decode steps write, nothing is made anew.
+# Both views share the same memory. A caller that is about to write asks for its view and stores the results in it; the
+# other view is rebuilt when it is requested. If only decode steps write, nothing is rebuilt.
 
 RING_POOL_SPEC = PartitionSpec(*BOTH)
 
 
 def ring_pool_format(ring: RingMesh) -> Format:
-    """See `pools.pool_format`."""
+    """Returns the row-major format of a ring's pool; see `pool_format`."""
     return ring.row_major(RING_POOL_SPEC, 5)
 
 
 def abstract_ring_pool(layout: KVLayout, num_pages: int, ring: RingMesh) -> jax.ShapeDtypeStruct:
-    """The shape and sharding of one place's pool: as many pages for each stage. Nothing is allocated."""
+    """Returns the shape and sharding of one layer position's pool, with equally many pages per stage. Allocates
+    nothing."""
     heads, *page = layout.page_shape(ring.tp)
     shape = (ring.pp * (num_pages + 1), heads * ring.tp, *page)
     return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=ring_pool_format(ring))
 
 
 class RingPages:
-    """All stages' pages."""
+    """The KV pages of all stages of a ring."""
 
     def __init__(self, layout: KVLayout, cut: RingCut, num_pages: int, ring: RingMesh) -> None:
         self.layout, self.cut, self.ring = layout, cut, ring
         pool = abstract_ring_pool(layout, num_pages, ring)
         make = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=ring_pool_format(ring))
         self._places: list[Array] = [jax.block_until_ready(make()) for _ in cut.numbers]
-        self._views: list[list[Array]] = []  # of each stage, where that is how they lie now
-        self._padding: dict[tuple[int, int], dict[int, Array]] = {}  # shards by stage and place, beside the views
+        self._views: list[list[Array]] = []  # of each stage, if that is the current view
+        # shards by stage and position, kept beside the views
+        self._padding: dict[tuple[int, int], dict[int, Array]] = {}
         self._shape = pool.shape
         self.stages = [RingStagePages(self, stage) for stage in range(cut.num_stages)]
 
     @property
     def pools(self) -> list[Array]:
-        """By place, about to be written by a program of the whole ring, whose results are to take their places."""
+        """Returns the pools by layer position for a program of the whole ring, whose results must replace them."""
         if self._views:
             self._places[:] = [self._joined(place) for place in range(len(self._places))]
             self._views, self._padding = [], {}
         return self._places
 
     def _joined(self, place: int) -> Array:
-        found = list[Array]()
+        shards = list[Array]()
         for stage, submesh in enumerate(self.ring.stages):
             layer = self.cut.places[stage][place]
             if layer is None:
-                found += self._padding[stage, place].values()
+                shards += self._padding[stage, place].values()
             elif submesh.local_devices:
                 held = shards_here(self._views[stage][layer - self.cut.runs[stage].start])
-                found += [held[shard] for shard in sorted(held)]
-        return self.ring.joined(found, self._shape, RING_POOL_SPEC)
+                shards += [held[shard] for shard in sorted(held)]
+        return self.ring.joined(shards, self._shape, RING_POOL_SPEC)
 
     def of_stage(self, stage: int) -> list[Array]:
-        """The stage's, layer by layer, about to be written; none where all its devices are other processes'."""
-        if not self._views:  # all stages at once: an array of which one shard is donated gives no other any more
+        """Returns the pools of one stage, layer by layer, for writing. None if all its devices belong to other
+        processes."""
+        if not self._views:  # all stages at once: donating one shard of an array makes its other shards inaccessible
             shards = [shards_here(pool) for pool in self._places]
             self._views = [self._view(each, shards) for each in range(self.cut.num_stages)]
         return self._views[stage]
 
     def _view(self, stage: int, shards: list[dict[int, Array]]) -> list[Array]:
-        mine = [{shard: held[shard] for shard in self.ring.shards_of(stage)} for held in shards]
+        stage_shards = [{shard: held[shard] for shard in self.ring.shards_of(stage)} for held in shards]
         for place, layer in enumerate(self.cut.places[stage]):
             if layer is None:
-                self._padding[stage, place] = mine[place]
+                self._padding[stage, place] = stage_shards[place]
         if not self.ring.shards_of(stage):
             return []
         run, submesh = self.cut.runs[stage], self.ring.stages[stage]
-        found = [list(mine[self.cut.place_of(stage, layer)].values()) for layer in run]
-        return [submesh.join(each, POOL_SPEC, axis=1) for each in found]
+        layer_shards = [list(stage_shards[self.cut.place_of(stage, layer)].values()) for layer in run]
+        return [submesh.join(each, POOL_SPEC, axis=1) for each in layer_shards]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all devices together, those of padding among them."""
+        """Returns the bytes of all devices together, padding included."""
         return len(self._places) * prod(self._shape) * jnp.dtype(self.layout.dtype).itemsize
 
 
 class RingStagePages:
-    """One stage's pages; see `pools.PagesOfStage`."""
+    """The pages of one stage of a ring; implements `PagesOfStage`."""
 
     draft = ""
 

@@ -1,10 +1,10 @@
-"""KV on its way: pages packed into few arrays cut in head slices, put shard by shard, joined and scattered on arrival.
+"""The device side of a KV transfer: packs pages into head slices, sends these to the destination and inserts them.
 
-The plan of `core/layout/reshard.py` says what moves. Each move is three steps, all asynchronous: a pack (program of the
-source), one put of all shards and slices (no reshard in flight), and an insert (donated program of the destination).
-Page counts are padded to buckets with the null page. A digest of every page, layer and head travels
-beside them, and the destination compares before it inserts; numbers that were quantised for the way bring what that
-lost, and are refused over a bound.
+The plan of `core/layout/reshard.py` lists the moves. Each move has three asynchronous steps: a pack (a program of
+the source), one put of all shards and slices (without a reshard on the way), and an insert (a donated program of the
+destination). Page counts are padded to buckets with the null page. A digest of every page, layer and head is sent
+with the pages, and the destination compares it before the insert. KV quantised for the transfer also brings its
+quantisation error, and the destination refuses it if the error is over a bound.
 """
 
 from __future__ import annotations
@@ -32,51 +32,49 @@ from pallas_kernels.platforms import traced_for
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool, bits_of
 
-# What one shard runs to send pages and to take them: packed, cut in head slices, checked, cut anew, written in
-# place.
+# The programs that one shard runs: pack pages, cut them in head slices, check them, recut them and write them in place.
 #
 # A head slice is some heads of some pages of some layers, as one to four arrays whose axis 2 counts heads
-# (`HeadSlices`). Pages travel as they are at the source; where the destination's are of another size, it cuts
-# them anew when it writes them.
+# (`HeadSlices`). Pages are sent with the page size of the source. A destination with another page size recuts them at
+# the insert.
 
-SAMPLE = 8  # pages a digest, where they are sampled
-PAGE_WIRES = {"int8": "int8", "float8_e4m3fn": "fp8"}  # whose numbers pages of these dtypes hold
+SAMPLE = 8  # pages per digest with sampled digests
+PAGE_WIRES = {"int8": "int8", "float8_e4m3fn": "fp8"}  # dtype of quantised pages -> codec of the same numbers
 
 
 class HeadSlices(NamedTuple):
-    """Arrays of one shard or submesh by kind; each list is in the order of heads, empty where nothing of it came."""
+    """Arrays of one shard or submesh by kind; each list is ordered by heads, and empty if the kind was not sent."""
 
-    values: list[Array]  # [L, n, heads, parts, page_size, D'], parts 2 or for latents 1
-    scales: list[Array]  # f32 [L, n, heads, parts * page_size], where values are quantised
-    digests: list[Array]  # u32 [L, pages that have one, heads]
-    errors: list[Array]  # f32 [L, 1, heads]: what quantising lost (each head says what its shard's layer did)
+    values: list[Array]  # [L, n, heads, parts, page_size, D'], parts: 2, or 1 for latents
+    scales: list[Array]  # f32 [L, n, heads, parts * page_size] if values are quantised
+    digests: list[Array]  # u32 [L, pages with a digest, heads]
+    errors: list[Array]  # f32 [L, 1, heads]: quantisation error of the shard's layer, repeated for each head
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of the kinds that came."""
         return tuple(name for name, arrays in zip(self._fields, self, strict=True) if arrays)
 
     @property
     def numbers(self) -> HeadSlices:
-        """What is written into pages, without what only tells whether it may be."""
+        """Returns the arrays that are written into pages, without digests and errors."""
         return HeadSlices(self.values, self.scales, [], [])
 
 
 def by_kind(arrays: Sequence[Array], kinds: Sequence[str]) -> HeadSlices:
-    """As many arrays of each of these kinds, kind by kind -> the same by name."""
+    """Groups a flat list of arrays, the same number of each kind and kind by kind, by name."""
     number = len(arrays) // len(kinds)
-    found = {kind: list(arrays[index * number : (index + 1) * number]) for index, kind in enumerate(kinds)}
-    return HeadSlices(*(found.get(kind, []) for kind in HeadSlices._fields))
+    named = {kind: list(arrays[index * number : (index + 1) * number]) for index, kind in enumerate(kinds)}
+    return HeadSlices(*(named.get(kind, []) for kind in HeadSlices._fields))
 
 
 def pack_shard(
     pools: Sequence[Pool], pages: Array, *, slice_heads: int, wire: str, dtype: str, digests: Digests
 ) -> HeadSlices:
-    """Pools of some layers and i32[n], or one pool of all of them and i32[layers, n] -> head slices of `slice_heads`
-    heads.
+    """Packs pages into head slices of `slice_heads` heads.
 
-    dtype: of raw numbers on their way, no wider than the pools'. Numbers for quantised pages are made what these hold
-    before they leave: nobody asks what that loses. Those of quantised pages travel with scales, whoever takes them.
+    `pools` and `pages` are the pools of some layers with i32[n], or one pool of all layers with i32[layers, n].
+    `dtype` is the dtype of raw numbers on the way, no wider than that of the pools. Numbers for quantised pages are
+    quantised at the source, and that error is not checked. Quantised pages are always sent with their scales.
     """
     lost = None if wire == RAW else _lost(pools, pages, wire)
     if dtype in SCALED and not isinstance(pools[0], QuantizedPages):
@@ -95,7 +93,7 @@ def pack_shard(
 
 
 def as_bytes(packed: PackedPages) -> PackedPages:
-    """Numbers of fp8 as their bits: not everything on the way knows the type."""
+    """Returns fp8 values as their bits, since some transports do not know the dtype."""
     values = packed.values
     return packed._replace(values=bits_of(values)) if values.dtype == jnp.float8_e4m3fn else packed
 
@@ -108,24 +106,22 @@ def _packed(pools: Sequence[Pool], pages: Array, wire: str, *, digests: bool) ->
 
 
 def reshaped(packed: PackedPages, leading: tuple[int, ...]) -> PackedPages:
-    """The same pages with other leading dimensions than [layers, n]."""
+    """Returns the same pages with `leading` dimensions instead of [layers, n]."""
     values, scales, digests = (None if each is None else each.reshape(*leading, *each.shape[2:]) for each in packed)
     assert values is not None
     return PackedPages(values, scales, digests)
 
 
 def _lost(pools: Sequence[Any], pages: Array, wire: str) -> Array:
-    """f32[layers]."""
+    """Returns the quantisation error of each layer, f32[layers]."""
     if pages.ndim == 1:
         return wire_error(pools, pages, wire)
     return jnp.concatenate([wire_error(pools, layer, wire) for layer in pages])
 
 
 def are_intact(slices: HeadSlices, *, error_bound: float) -> Array:
-    """bool[1] of one shard: every digest is that of its page, and no error is over the bound.
-
-    Fewer digests than pages: of every `SAMPLE`th.
-    """
+    """Returns bool[1] for one shard: every digest matches its page and no error is over the bound. If there are fewer
+    digests than pages, they are those of every `SAMPLE`-th page."""
     values, _, digests, errors = slices
     good = jnp.bool_(True)
     for index, sent in enumerate(digests):
@@ -137,20 +133,20 @@ def are_intact(slices: HeadSlices, *, error_bound: float) -> Array:
 
 
 def fold_shard(slices: HeadSlices, digests: Digests) -> list[Array]:
-    """What `pack_shard` would have sent as the digests of these slices of one shard, read anew."""
+    """Recomputes the digests of one shard's slices as `pack_shard` would have sent them."""
     step = SAMPLE if digests is Digests.SAMPLED else 1
     return [_digests_of(slices, index, step) for index in range(len(slices.values))]
 
 
 def _digests_of(slices: HeadSlices, index: int, step: int) -> Array:
-    """Of every `step`-th page of one slice."""
+    """Computes the digests of every `step`-th page of one slice."""
     scales = slices.scales[index][:, ::step] if slices.scales else None
     return digest_pages(slices.values[index][:, ::step], scales)
 
 
 def insert_shard(pools: list[Pool], pages: Array, slices: HeadSlices) -> list[Pool]:
-    """Joins the head slices of a shard, cuts them into pages of the pools' size and writes those in place; pools and
-    pages as `pack_shard` takes them."""
+    """Joins the head slices of a shard, recuts them to the pools' page size and writes the pages in place. `pools` and
+    `pages` have the form that `pack_shard` takes."""
     page_size = stored(pools[0]).shape[3]
     packed = PackedPages(_joined(slices.values), _joined(slices.scales) if slices.scales else None, None)
     packed = recut(packed, page_size)
@@ -165,7 +161,7 @@ def _joined(slices: list[Array]) -> Array:
 
 
 def recut(packed: PackedPages, page_size: int) -> PackedPages:
-    """Pages of consecutive tokens -> the same tokens in pages of `page_size`, digests dropped."""
+    """Recuts pages of consecutive tokens into pages of `page_size` tokens, without digests."""
     values, scales, _ = packed
     parts, size = values.shape[3:5]
     if size == page_size:
@@ -178,32 +174,32 @@ def recut(packed: PackedPages, page_size: int) -> PackedPages:
 
 
 def _recut_rows(rows: Array, page_size: int) -> Array:
-    """[L, n, heads, parts, size, D] -> [L, n * size / page_size, heads, parts, page_size, D]; they fill whole pages."""
+    """Recuts [L, n, heads, parts, size, D] to [L, n * size / page_size, heads, parts, page_size, D]. All pages are
+    full."""
     layers, count, heads, parts, size, width = rows.shape
     assert count * size % page_size == 0, (rows.shape, page_size)
     tokens = rows.transpose(0, 1, 4, 2, 3, 5).reshape(layers, -1, page_size, heads, parts, width)
     return tokens.transpose(0, 1, 3, 4, 2, 5)
 
 
-# Which layers may travel quantised: those that have not been seen to lose more than the bound.
+# Which layers may be quantised for the transfer: those whose measured error is within the bound.
 #
-# What a pack lost is computed beside it and read when it is there: nobody waits. What left meanwhile is refused
-# where it lands (`packing.are_intact`) and shipped again raw, so that nothing over the bound is ever taken.
+# The error of a pack is computed with it and read once it is ready, without waiting. Quantised packs sent in the
+# meantime are refused at the destination if over the bound (`are_intact`) and sent again raw, so none is ever accepted.
 
-KEPT = 64  # packs whose errors are not read yet; what older ones lost is seen at the destination alone
+KEPT = 64  # packs whose errors are not read yet; the errors of older ones are checked only at the destination
 
 
 class ErrorMonitor:
-    """Of one source. Called from the one thread that packs.
-
-    Where a source is a mesh over processes, all must pack alike: its leader decides by what its own shards lost, part
-    by part (`lead`), and the others do as it says (`follow`). What their shards lose is refused where it lands.
-    """
+    """Decides which layers of one source may be quantised. Only the packing thread calls it. All processes of a mesh
+    must pack alike. The leader decides for each part of a transfer from the errors of its own shards (`lead`), and the
+    other processes apply its decision (`follow`). The destination refuses their shards that are over the bound."""
 
     def __init__(self, error_bound: float) -> None:
         self.error_bound = error_bound
-        self.over: dict[range, float] = {}  # runs of layers that go raw from now on, and the error that was seen
-        self._led = False  # whether what is raw was settled for this part
+        # layer ranges that are sent raw from now on, and the error that was measured
+        self.over: dict[range, float] = {}
+        self._led = False  # the decision for this part is fixed
         self._follows = False
         self._watched: deque[tuple[range, Sequence[Array]]] = deque(maxlen=KEPT)
 
@@ -213,18 +209,19 @@ class ErrorMonitor:
         return not any(set(run) & set(layers) for run in self.over)
 
     def lead(self) -> list[list[int]]:
-        """Decides by what is known now until it is called again: the runs of layers that go raw."""
+        """Fixes the decision until the next call, from the errors known now. Returns the [start, stop) of layers sent
+        raw."""
         self._read_errors()
         self._led = True
         return sorted([run.start, run.stop] for run in self.over)
 
     def follow(self, raw: Sequence[Sequence[int]]) -> None:
-        """Decides as the leader did for this part."""
+        """Applies the leader's decision for this part."""
         self._led = self._follows = True
         self.over = {range(first, stop): math.inf for first, stop in raw}
 
     def watch(self, layers: range, errors: Sequence[Array]) -> None:
-        """errors: f32 [L, 1, heads] each, perhaps not computed yet."""
+        """Queues the errors of a pack, f32 [L, 1, heads] each, which need not be computed yet."""
         if not self._follows:
             self._watched.append((layers, errors))
 
@@ -240,31 +237,29 @@ def _are_there(arrays: Sequence[Any]) -> bool:
     return all(array.is_ready() for array in arrays)
 
 
-SLICE_SPEC = PartitionSpec(None, None, AXIS)  # see `packing.py` for what head slices are
+SLICE_SPEC = PartitionSpec(None, None, AXIS)  # head slices are described at `HeadSlices`
 
 
 @dataclass(frozen=True)
 class LandedKV:
-    """Some pages of some layers, landed or about to: slices as the destination holds them, cut on heads."""
+    """Some pages of some layers that have arrived or are on the way, as slices of the destination's heads."""
 
-    stage: int  # of the destination
-    layers: range  # of the model
+    stage: int  # stage of the destination
+    layers: range  # layers of the model
     slices: HeadSlices
     pages: np.ndarray  # i32[n], destination pages, 0 where padded
 
 
 class TransferPrograms:
-    """One submesh's programs for sending and taking pages; stages that share a submesh share them.
-
-    A TPU or GPU folds digests while it packs, for nothing. A CPU reads what was packed once more, so there they are a
-    program of their own, and numbers leave while it runs.
-    """
+    """One submesh's programs for sending and receiving pages; stages that share a submesh share them. A TPU or GPU
+    computes digests while it packs at no extra cost. A CPU reads the packed pages once more, so its digests are a
+    separate program that runs while the numbers are already being sent."""
 
     def __init__(
         self, submesh: Submesh, digests: Digests = Digests.FULL, error_bound: float = 1.0, *, scaled: bool = False
     ) -> None:
-        """error_bound: the relative error of a layer over which what was quantised for the way is not intact. scaled:
-        whether pages are quantised."""
+        """Declares the programs of `submesh`. `error_bound` is the largest accepted relative error of a layer that was
+        quantised for the transfer. `scaled` is True if pages are quantised."""
         self.submesh, self.digests = submesh, digests
         self.folds_apart = submesh.devices[0].platform == "cpu" and digests is not Digests.OFF
         self._packs: dict[tuple[int, str, str], Program] = {}
@@ -285,8 +280,8 @@ class TransferPrograms:
         )
 
     def pack(self, pools: Sequence[Pool], pages: np.ndarray, slice_heads: int, wire: str, dtype: str) -> HeadSlices:
-        """Pools of some layers, and pages as `pools.places_in` -> head slices, each array one slice of every source
-        shard."""
+        """Packs pages of some layers into head slices; each array is one slice of every source shard. `pages` are as
+        `pools.places_in` returns them."""
         packed = self.pack_program(slice_heads, wire, dtype)(list(pools), self.submesh.put(pages))
         return packed._replace(digests=self.fold_program(packed.numbers)) if self.folds_apart else packed
 
@@ -299,11 +294,12 @@ class TransferPrograms:
         return self._packs[key]
 
     def insert(self, pools: Sequence[Pool], pages: np.ndarray, landed: LandedKV) -> list[Pool]:
-        """The pools of `landed.layers`, donated, and its pages as `pools.places_in` -> the same with them written."""
+        """Returns the pools of `landed.layers` (donated) with its pages written. `pages` as `pools.places_in` returns
+        them."""
         return self.insert_program(list(pools), self.submesh.put(pages), landed.slices.numbers)[0]
 
     def check(self, landed: LandedKV) -> Array | None:
-        """bool[tp]: whether what landed on each shard may be taken; None where nothing came to tell it by."""
+        """Returns bool[tp], True for each shard with intact slices; None if neither digests nor errors were sent."""
         slices = landed.slices
         return self.check_program(slices) if slices.digests or slices.errors else None
 
@@ -313,44 +309,42 @@ class TransferPrograms:
 
 
 def insert_pages(pools: list[Pool], pages: Array, slices: HeadSlices) -> tuple[list[Pool], Array]:
-    """`insert_shard`; the second result only says that it is done."""
+    """Runs `insert_shard`; the second result is only there to be awaited."""
     return insert_shard(pools, pages, slices), pages.reshape(-1)[:1]
 
 
 @dataclass(frozen=True)
 class PackedKV:
-    """What one move of the plan takes, packed and still at the source."""
+    """The packed pages of one move of the plan, still at the source."""
 
     move: Move
-    slices: HeadSlices  # an array a slice of all source shards and kind, cut on heads
+    slices: HeadSlices  # one array per slice of all source shards and kind, cut on heads
     pages: np.ndarray  # i32[n], destination pages, 0 where padded
 
     @property
     def stage(self) -> int:
-        """Of the destination."""
+        """Returns the stage of the destination."""
         return self.move.route.destination_stage
 
     @property
     def layers(self) -> range:
-        """Of the model."""
+        """Returns the layers of the model."""
         return self.move.route.layers
 
     @property
     def width(self) -> int:
-        """Arrays of one device for each destination shard, those that are padding among them."""
+        """Returns the number of single-device arrays per destination shard, padding included."""
         return self.move.route.heads.slices_per_destination * len(self.slices.kinds)
 
     @property
     def device_arrays(self) -> list[Array]:
-        """Arrays of one device each: those for destination shard 0, kind by kind, then those of shard 1, ...
-
-        There are none for slices that are padding, nor of shards that other processes hold.
-        """
+        """Returns the single-device arrays: kind by kind those for destination shard 0, then those for shard 1, and so
+        on. Padding slices and shards of other processes have none."""
         shards = range(len(self.move.route.heads.slices))
         return [each for shard in shards for each in self.arrays_for(shard) if each is not None]
 
     def arrays_for(self, shard: int) -> list[Array | None]:
-        """Those for one destination shard, kind by kind; None where another process holds the source's shard."""
+        """Returns the arrays for one destination shard, kind by kind; None if another process has the source shard."""
         row = [each for each in self.move.route.heads.slices[shard] if each is not None]
         return [shards_here(kind[each.index]).get(each.shard) for kind in self.slices if kind for each in row]
 
@@ -374,20 +368,18 @@ def pack_pages(
     wire: str = RAW,
     monitor: ErrorMonitor | None = None,
 ) -> list[PackedKV]:
-    """Packs the pages of `layers` (None: all), now in program order, for stages of these shapes; returns at once.
-
-    The two sides may cut layers and heads differently, and `layers` as well; the page lists hold the same tokens in
-    pages of their own ends' sizes. `programs` are the source's. Layers that `monitor` does not allow go raw.
-    """
+    """Packs the pages of `layers` (None: all) for stages of these shapes, in program order; returns without waiting.
+    The two sides may cut layers and heads differently. The page lists name the same tokens in pages of each side's own
+    size. `programs` are the source's. Layers that `monitor` does not allow are sent raw."""
     wanted, number = None if layers is None else range(*layers), (len(source_pages), len(destination_pages))
     plan = plan_transfer(shapes_of(source), tuple(shapes), source[0].layout.num_kv_heads, number, wanted)
     packed = []
     for move in plan.moves:
-        held = source[move.route.source_stage]
-        if not held.submesh.local_devices:
+        stage_pages = source[move.route.source_stage]
+        if not stage_pages.submesh.local_devices:
             continue  # another process packs it
         kind = wire if monitor is None or monitor.allows(move.route.layers) else RAW
-        slices = _pack(held, programs[held.submesh], move, source_pages, kind)
+        slices = _pack(stage_pages, programs[stage_pages.submesh], move, source_pages, kind)
         if monitor is not None and kind != RAW:
             monitor.watch(move.route.layers, slices.errors)
         size = move.span.groups * move.route.group.destination
@@ -396,11 +388,11 @@ def pack_pages(
 
 
 def _pack(
-    held: PagesOfStage, programs: TransferPrograms, move: Move, source_pages: Sequence[int], wire: str
+    stage_pages: PagesOfStage, programs: TransferPrograms, move: Move, source_pages: Sequence[int], wire: str
 ) -> HeadSlices:
     route, span = move.route, move.span
     pages = padded(source_pages[slice(*span.source)], span.groups * route.group.source)
-    pools, places = held.pools[pools_of(held, route.layers)], places_in(held, route.layers, pages)
+    pools, places = stage_pages.pools[pools_of(stage_pages, route.layers)], places_in(stage_pages, route.layers, pages)
     return programs.pack(pools, places, route.heads.slice_heads, wire, route.dtype)
 
 
@@ -414,7 +406,8 @@ def ship_pages(
     wire: str = RAW,
     monitor: ErrorMonitor | None = None,
 ) -> tuple[list[LandedKV], list[PackedKV]]:
-    """Packs as `pack_pages` and starts all on its way to stages of this process; the second result is at the source."""
+    """Packs as `pack_pages` and starts the transfer to stages of this process. Returns the slices on their way and the
+    packed pages at the source."""
     shapes = shapes_of(destination)
     packed = pack_pages(source, programs, shapes, source_pages, destination_pages, layers, wire, monitor)
     here = [each for each in packed if destination[each.stage].submesh.local_devices]
@@ -422,12 +415,12 @@ def ship_pages(
 
 
 def null_lists(group: PageGroup, groups: int) -> tuple[list[int], list[int]]:
-    """Page lists of both ends for a move of this size that touches nothing: to compile its programs by."""
+    """Returns page lists of both sides with null pages alone, for compiling the programs of a move of this size."""
     return [NULL_PAGE] * (groups * group.source), [NULL_PAGE] * (groups * group.destination)
 
 
 def padded(pages: Sequence[int], size: int) -> np.ndarray:
-    """i32[size]: the pages, then null pages."""
+    """Returns i32[size]: the pages, then null pages."""
     filled = np.zeros(size, np.int32)
     filled[: len(pages)] = pages
     return filled
@@ -436,16 +429,14 @@ def padded(pages: Sequence[int], size: int) -> np.ndarray:
 def slice_shapes(
     layout: KVLayout, dtype: str, layers: int, pages: int, heads: HeadPlan, digests: Digests, wire: str = RAW
 ) -> HeadSlices:
-    """The arrays for one destination shard, as shapes, of a move of `layers` layers and `pages` pages.
-
-    layout: of the source; dtype: of the destination's pages.
-    """
+    """Returns the shapes of the arrays for one destination shard of a move of `layers` layers and `pages` pages.
+    `layout` is the source's; `dtype` is that of the destination's pages."""
     shape = (2, heads.slice_heads, layout.parts, layout.page_size, layout.head_dim)
     pools = [pool_of(layout, shape, (*shape[:2], layout.parts * layout.page_size))] * layers
     ids = jax.ShapeDtypeStruct((pages,), jnp.int32)
     dtype = narrower(layout.dtype, dtype)
     pack = partial(pack_shard, slice_heads=heads.slice_heads, wire=wire, dtype=dtype, digests=digests)
-    with traced_for("cpu"):  # shapes are the same on every platform: those of the code that is traced fastest
+    with traced_for("cpu"):  # shapes are the same on every platform; the CPU code is traced fastest
         slices = jax.eval_shape(pack, pools, ids)
     return HeadSlices(*(kind * heads.slices_per_destination for kind in slices))
 
@@ -453,7 +444,8 @@ def slice_shapes(
 def check_landed(
     stages: Sequence[PagesOfStage], programs: dict[Submesh, TransferPrograms], landed: Sequence[LandedKV]
 ) -> list[Array]:
-    """Starts to compare digests and errors: bool[tp] for each that came with some. `programs`: the destination's."""
+    """Starts to compare digests and errors. Returns bool[tp] for each move that brought some. `programs` are the
+    destination's."""
     verdicts = [programs[stages[each.stage].submesh].check(each) for each in landed]
     return [verdict for verdict in verdicts if verdict is not None]
 
@@ -461,18 +453,16 @@ def check_landed(
 def insert_landed(
     stages: Sequence[PagesOfStage], programs: dict[Submesh, TransferPrograms], landed: Sequence[LandedKV]
 ) -> None:
-    """Scatters what has landed into the pools of its stages, in place. `programs`: the destination's."""
+    """Writes the received slices into the pools of their stages, in place. `programs` are the destination's."""
     for each in landed:
         stage = stages[each.stage]
-        held, places = pools_of(stage, each.layers), places_in(stage, each.layers, each.pages)
-        stage.pools[held] = programs[stage.submesh].insert(stage.pools[held], places, each)
+        pool_slice, places = pools_of(stage, each.layers), places_in(stage, each.layers, each.pages)
+        stage.pools[pool_slice] = programs[stage.submesh].insert(stage.pools[pool_slice], places, each)
 
 
 def send(packed: PackedKV, stage: PagesOfStage) -> LandedKV:
-    """Starts every array on its way to its destination device, shards as they are in one put; returns at once.
-
-    Of a stage that spans processes, to the shards of this one.
-    """
+    """Starts one put of every array to its destination device, shard by shard; returns without waiting. If the stage
+    spans processes, only the shards of this process are sent."""
     kinds, seats = packed.slices.kinds, Seats.of(stage, packed.width, len(packed.slices.kinds))
     arrays = [array for shard in seats.shards for array in packed.arrays_for(shard)]
     assert None not in arrays, f"stage {packed.stage} takes shards of another process, which only a transport brings"
@@ -482,20 +472,20 @@ def send(packed: PackedKV, stage: PagesOfStage) -> LandedKV:
 
 @dataclass(frozen=True)
 class Seats:
-    """Where the device arrays of one move go at its destination, one by one: to the shards of this process."""
+    """The destination devices of one move's arrays, for the shards of this process."""
 
     submesh: Submesh
-    padding: list[list[bool]]  # [shard][array]: no array comes for it
+    padding: list[list[bool]]  # [shard][array]: True if the array is padding and not sent
 
     @staticmethod
     def of(stage: PagesOfStage, width: int, kinds: int) -> Seats:
-        """At a stage whose shards take `width` arrays each, of so many kinds."""
+        """Returns the devices at a stage whose shards take `width` arrays each, of `kinds` kinds."""
         padded = padded_slices(stage.layout.num_kv_heads, stage.submesh.tp, width // kinds)
         return Seats(stage.submesh, [row * kinds for row in padded])
 
     @property
     def shards(self) -> list[int]:
-        """Of this process, in order."""
+        """Returns the shard indices of this process, in order."""
         return [self.submesh.devices.index(device) for device in self.submesh.local_devices]
 
     @property
@@ -507,15 +497,15 @@ class Seats:
         return [(self.submesh.devices[shard], self.padding[shard]) for shard in self.shards]
 
     def joined(self, arrays: Sequence[Array], kinds: Sequence[str]) -> HeadSlices:
-        """Arrays that have arrived -> the destination's slices: slice j of all its shards as one array.
-
-        Padding is zeros, whose digest is 0, of the shape that all arrays of a kind have.
-        """
-        came, number = iter(arrays), len(self.padding[0]) // len(kinds)
-        rows = [[None if each else next(came) for each in padding] for _, padding in self._rows]
-        like = [_first(each for row in rows for each in row[place : place + number])
-                for place in range(0, number * len(kinds), number)]  # fmt: skip
-        columns = [self._column(column, like[place // number]) for place, column in enumerate(zip(*rows, strict=True))]
+        """Joins received arrays into the destination's slices: slice j of all its shards becomes one array. Padding
+        becomes zeros of the shape of its kind; their digest is 0."""
+        received, number = iter(arrays), len(self.padding[0]) // len(kinds)
+        rows = [[None if each else next(received) for each in padding] for _, padding in self._rows]
+        like = [_first(each for row in rows for each in row[start : start + number])
+                for start in range(0, number * len(kinds), number)]  # fmt: skip
+        columns = [
+            self._column(column, like[position // number]) for position, column in enumerate(zip(*rows, strict=True))
+        ]
         return by_kind([self.submesh.join(column, SLICE_SPEC, axis=2) for column in columns], kinds)
 
     def _column(self, column: tuple[Array | None, ...], like: Array) -> list[Array]:

@@ -1,6 +1,6 @@
-"""Disaggregation on the back of an envelope: models that others published, seconds over a link, what tokens cost.
+"""Closed-form estimates of disaggregation: published models, transfer seconds over a link, token prices.
 
-Formulas only, no queue and no fit. Bytes and FLOPs of a model are `ModelConfig`'s own.
+The formulas have no queue and no fit. Bytes and FLOPs of a model come from `ModelConfig`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp
 def dense(
     family: str, num_layers: int, hidden_size: int, heads: tuple[int, int], mlp: tuple[int, int], vocab_size: int
 ) -> ModelConfig:
-    """A dense decoder with heads of 128. heads: of queries, of keys and values; mlp: its matrices, their width."""
+    """Returns a dense decoder with head dimension 128. `heads`: queries, KV. `mlp`: number of matrices, their width."""
     return ModelConfig(family, vocab_size, hidden_size, mlp[1], num_layers, *heads, 128, 0, mlp_matrices=mlp[0])
 
 
@@ -47,40 +47,38 @@ MODELS = {
 
 
 def model(name: str) -> ModelConfig:
-    """Raises ConfigError naming those there are."""
+    """Returns a model by name. Raises ConfigError with the known names."""
     if name not in MODELS:
         raise ConfigError(f"no model {name!r}; there are {', '.join(MODELS)}")
     return MODELS[name]
 
 
 def number_bytes(dtype: str) -> float:
-    """Of one number, scales of quantised types left out."""
+    """Returns the bytes per number, without the scales of quantised types."""
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"no dtype {dtype!r}; there are {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]
 
 
 def transfer_s(size_bytes: float, bytes_per_s: float) -> float:
-    """Seconds over a link with nothing else on it."""
+    """Returns the seconds of a transfer that has the link to itself."""
     return size_bytes / bytes_per_s
 
 
 def least_reuse_bytes_per_s(config: ModelConfig, tokens: float, flops: float, dtype: str = "bfloat16") -> float:
-    """Bandwidth from which fetching the KV of `tokens` tokens beats computing it at `flops` (Mooncake, eq. 2)."""
+    """Returns the bandwidth above which fetching the KV of `tokens` beats computing it at `flops` (Mooncake, eq. 2)."""
     return config.kv_bytes(tokens, number_bytes(dtype)) * flops / config.prefill_flops(tokens)
 
 
 def least_disaggregation_bytes_per_s(kv_bytes: float, prefill_s: float, exposed: float = 0.0) -> float:
-    """Bandwidth at which a streamed handoff ends no later than `exposed` x prefill_s after prefill.
-
-    The link works while prefill computes; with one chunk's KV left at its end, it must have kept up.
-    """
+    """Returns the bandwidth at which a streamed handoff ends at most `exposed` x prefill_s after prefill. The link
+    sends while prefill computes; at the end of prefill only one chunk's KV is left."""
     return kv_bytes / (prefill_s * (1.0 + exposed))
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPrices:
-    """USD a million tokens."""
+    """Prices in USD per million tokens."""
 
     input_tokens: float
     uncached_input_tokens: float
@@ -90,7 +88,7 @@ class PoolPrices:
 def pool_prices(
     prefill_usd_per_s: float, decode_usd_per_s: float, cached_tps: float, uncached_tps: float, output_tps: float
 ) -> PoolPrices:
-    """A pool's cost over the tokens it served within its objectives; idle room is paid by those."""
+    """Returns a pool's cost over the tokens it served within its objectives, idle time included."""
     million = 1e6
     return PoolPrices(
         prefill_usd_per_s / (cached_tps + uncached_tps) * million,

@@ -1,4 +1,4 @@
-"""A cluster in virtual time: the very router and workers that serve, and devices that only say how long plans take."""
+"""A simulated cluster: the serving router and workers, on devices that only compute how long plans take."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from jdisagg.sim.stops import Stops
 from jdisagg.sim.tiers import SimulatedTiers
 from jdisagg.sim.traces import Trace
 
-# Simulated steps that wait at gates: each runs in one piece, when the last part that it waits for is in.
+# Simulated steps with KV waits. Each runs in one piece when the last KV part that it waits for has arrived.
 
 
 class HeldSteps:
-    """Of all workers, by the attempt that they wait for."""
+    """The waiting steps of all workers, by the attempt that they wait for."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[WorkerId, Attempt], tuple[RunStep, set[int]]] = {}
 
     def hold(self, actor: WorkerId, effect: RunStep) -> bool:
-        """Whether the step has to wait."""
+        """Keeps the step if it has to wait; returns True if so."""
         gates = effect.plan.decode.gates if effect.plan.decode else ()
         if gates:
             parts = {part for gate in gates for part in gate.parts}
@@ -40,13 +40,13 @@ class HeldSteps:
         return bool(gates)
 
     def forget(self, actor: WorkerId) -> None:
-        """It is gone."""
+        """Drops the steps of a lost worker."""
         self._held = {key: step for key, step in self._held.items() if key[0] != actor}
 
-    def freed(self, actor: WorkerId, effect: InsertKV | OpenGates) -> RunStep | None:
-        """The step that waits for nothing any more."""
-        whose = effect.transfer if isinstance(effect, InsertKV) else effect
-        key = actor, whose.attempt
+    def take_ready(self, actor: WorkerId, effect: InsertKV | OpenGates) -> RunStep | None:
+        """Returns the step that no longer waits for anything, if this effect completed one."""
+        waited_for = effect.transfer if isinstance(effect, InsertKV) else effect
+        key = actor, waited_for.attempt
         if key not in self._held:
             return None
         step, parts = self._held[key]
@@ -61,15 +61,15 @@ class HeldSteps:
 
 
 PLACE = {Tier.DRAM: Place.DRAM, Tier.DISK: Place.DISK}
-POOL = WorkerId("pool")  # whose curve is everybody's
-STEP_END = object()  # in the queue before all else of its instant
+POOL = WorkerId("pool")  # the worker name of the shared pool's curve
+STEP_END = object()  # queued before all other events of its instant
 PATIENT = RouterConfig(
     queue_limit=1 << 40, queue_timeout_s=0.0, prefill_timeout_s=1e9, stall_timeout_s=1e9, handoff_timeout_s=1e6
-)  # nothing is refused and nobody gives up: a saturated cluster is to be seen, not to be spared
+)  # nothing is refused and nothing times out, so that saturation shows
 
 
 class Cluster(Simulation):
-    """Steps and transfers take what `costs` and `links` say; `links` are ports named ("out" | "in", worker)."""
+    """A cluster whose steps and transfers take what `costs` and `links` say; ports are ("out" | "in", worker)."""
 
     def __init__(
         self,
@@ -83,11 +83,9 @@ class Cluster(Simulation):
         fast_forward: bool = True,
         tiers: SimulatedTiers | None = None,
     ) -> None:
-        """message_s: of a message between actors; latency_s: of a part of KV, besides its bytes; log: is written into.
-
-        fast_forward: steps that only repeat are taken together; the outcome is the same, by fewer events.
-        tiers: what carries out moves of pages, where workers have any tier below HBM.
-        """
+        """Builds the cluster. `message_s` is the time of a message between actors; `latency_s` is added to each KV
+        part. `log` is written to. With `fast_forward`, steps that only repeat are run together, with the same outcome
+        and fewer events. `tiers` runs page moves if workers have a tier below HBM."""
         super().__init__(workers, router, message_s)
         self.devices = {config.worker: Device(config) for config in workers}
         self.costs, self.log = dict(costs), log
@@ -97,7 +95,7 @@ class Cluster(Simulation):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that no event stood for."""
+        """Returns the number of steps that had no event of their own."""
         return self._steps.skipped
 
     def run(
@@ -109,14 +107,15 @@ class Cluster(Simulation):
         asks: SLO | None = None,
         limit: int = 0,
     ) -> Outcome:
-        """All of the trace's requests, to their ends and until nothing is left to happen (or until `until_s`).
+        """Runs all of the trace's requests until no event is left (or until `until_s`).
 
-        clients: that many keep one request each, whatever the trace's times are: the next comes `think_s` after the
-        last ended. asks: objectives that each request states; who is predicted to miss them is rejected. limit: tokens
-        that each asks for; it ends by a stop that nobody foresees. 0: as long as it asks for.
+        `clients`: a closed loop of that many clients, whose next request comes `think_s` after the last ended; the
+        trace's times are ignored. `asks`: objectives that each request states; one that is predicted to miss them is
+        rejected. `limit`: tokens that each request asks for, while it ends earlier by a stop token; 0: as many as it
+        generates.
         """
-        if limit or asks is not None:  # predictions hang on how far each request has come: every step is looked at
-            self.requests.asks, self.requests.limit, self._steps = asks, limit, StepEnds(False)
+        if limit or asks is not None:  # predictions depend on the progress of each request, so no step is skipped
+            self.requests.stated_objectives, self.requests.limit, self._steps = asks, limit, StepEnds(False)
             self._stops = Stops(self.requests.lengths)
         self._run(trace, until_s, clients, think_s)
         records = list(self.requests.records.values())
@@ -153,9 +152,11 @@ class Cluster(Simulation):
         log.held(actor, self.now_s, pool.num_pages - pool.free_pages, pool.num_pages)
         if not worker.config.prefix_caching:
             return
-        lies = {Place.IN_USE: use["live"] + use["in_flight"], Place.KEPT: use["cached"]}
-        lies |= {PLACE[tier]: below.num_pages - below.free_pages for tier, below in worker.tiers.pools.items()}
-        log.lie(actor, self.now_s, {place: size * pages for place, pages in lies.items()})
+        tokens_by_location = {Place.IN_USE: use["live"] + use["in_flight"], Place.KEPT: use["cached"]}
+        tokens_by_location |= {
+            PLACE[tier]: below.num_pages - below.free_pages for tier, below in worker.tiers.pools.items()
+        }
+        log.lie(actor, self.now_s, {place: size * pages for place, pages in tokens_by_location.items()})
         if self.tiers is not None and self.tiers.pool.room:
             log.lie(POOL, self.now_s, {Place.POOL: size * len(self.tiers.pool.held)})
         if isinstance(event, PagesMoved) and event.move.destination is Tier.HBM:
@@ -163,10 +164,8 @@ class Cluster(Simulation):
 
     def send(self, actor: WorkerId, effect: Send) -> None:
         if self._lookups.by_role:
-            self._lookups.said(actor, effect)
+            self._lookups.on_message(actor, effect)
         super().send(actor, effect)
-
-    # ------------------------------------------------------------ steps
 
     def run_step(self, actor: WorkerId, effect: RunStep) -> None:
         if not self._held.hold(actor, effect):
@@ -179,8 +178,8 @@ class Cluster(Simulation):
         self._open(actor, effect)
 
     def _open(self, actor: WorkerId, effect: InsertKV | OpenGates) -> None:
-        """A step may have waited for it."""
-        step = self._held.freed(actor, effect)
+        """Starts the step that waited for this effect, if there is one."""
+        step = self._held.take_ready(actor, effect)
         if step is not None:
             self._begin_step(actor, step)
 
@@ -204,14 +203,14 @@ class Cluster(Simulation):
 
     def _step_end(self, actor: WorkerId) -> None:
         if not self._steps.is_due(actor, self.now_s):
-            return  # it is another that is due
+            return  # another step is due
         if actor in self._steps.foreseen:
             self._catch_up(actor, self.now_s)
             del self._steps.foreseen[actor]
         self._deliver(actor, self._stops.done(actor, self.devices[actor].flight.popleft().plan))
 
     def _catch_up(self, actor: WorkerId, at_s: float) -> bool:
-        """The worker's quiet steps that have ended by now end in its books; whether there were any."""
+        """Applies the worker's quiet steps that have ended by `at_s`. Returns True if there were any."""
         caught_up = self._steps.catch_up(actor, self.workers[actor], at_s)
         if caught_up is None:
             return False
@@ -225,19 +224,17 @@ class Cluster(Simulation):
         caught_up = [self._catch_up(actor, at_s) for actor in self._steps.foreseen]
         return any(caught_up)
 
-    # ------------------------------------------------------------ transfers
-
     def _at_layers(self, actor: WorkerId, ships: Sequence[KVTransfer], span: Span) -> None:
-        """Layer groups take equal shares of a plan's time; the parts of each leave when it is done."""
+        """Sends the parts of each layer group when it is done; layer groups take equal shares of a plan's time."""
         groups = self.workers[actor].config.layer_groups
         ends = [stop for _, stop in groups]
         for transfer in ships:
             layer = last_layer(transfer)
-            share = (ends.index(int(layer)) + 1) / len(ends) if layer < math.inf else 1.0
-            self._at(span.start_s + share * (span.done_s - span.start_s), NETWORK, PartPacked(transfer))
+            time_share = (ends.index(int(layer)) + 1) / len(ends) if layer < math.inf else 1.0
+            self._at(span.start_s + time_share * (span.done_s - span.start_s), NETWORK, PartPacked(transfer))
 
     def ship(self, actor: WorkerId, effect: ShipKV) -> None:
-        """Packed in program order: after the plans that the device has already."""
+        """Sends KV in program order, after the plans that the device already has."""
         self._at(max(self.now_s, self.devices[actor].free_s), NETWORK, PartPacked(effect.transfer))
 
     def move_pages(self, actor: WorkerId, effect: MovePages) -> None:

@@ -1,4 +1,4 @@
-"""One worker's devices in virtual time: steps in order through its stages, and the tokens that its slots hold."""
+"""One worker's devices in virtual time: steps in order through its stages, and the tokens in its slots."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cost_models import CostModel, MixedCostModel
 
-TOKEN = Sampled(0)  # whatever is drawn
+TOKEN = Sampled(0)  # every sampled token
 
 
 class Span(NamedTuple):
-    """Seconds of the virtual clock."""
+    """An interval in seconds of the virtual clock."""
 
     start_s: float
     done_s: float
 
 
 class Flying(NamedTuple):
-    """A step with decode rows in flight, and when it is through."""
+    """A step with decode rows in flight, and its end."""
 
     plan: StepPlan
     done_s: float
 
 
 class Pipeline:
-    """Equal stages, each on devices of its own. A stage takes plans in the order of their dispatch."""
+    """Equal stages, each on its own devices. A stage runs plans in the order of their dispatch."""
 
     def __init__(self, num_stages: int) -> None:
-        self.free_s = [0.0] * num_stages  # when each stage is through with what it has
+        self.free_s = [0.0] * num_stages  # the time at which each stage is free
         self.busy_s = 0.0  # of the first stage
         self.step_done_s = [0.0] * num_stages
 
@@ -43,7 +43,7 @@ class Pipeline:
         return other
 
     def run(self, now_s: float, seconds: float) -> Span:
-        """A plan that takes `seconds` through all stages together."""
+        """Runs a plan of `seconds` for all stages together."""
         stage_s = seconds / len(self.free_s)
         start_s = at_s = max(now_s, self.free_s[0])
         for stage, free_s in enumerate(self.free_s):
@@ -52,27 +52,27 @@ class Pipeline:
         return Span(start_s, at_s)
 
     def run_step(self, now_s: float, microbatch: int, seconds: float) -> Span:
-        """A decode step: its microbatch's step before must have drawn the tokens that it feeds."""
+        """Runs a decode step after the previous step of its microbatch, whose tokens it takes as input."""
         span = self.run(max(now_s, self.step_done_s[microbatch]), seconds)
         self.step_done_s[microbatch] = span.done_s
         return span
 
 
 class Device:
-    """A pipeline, the steps in flight on it, and the KV of its slots."""
+    """A pipeline, its steps in flight, and the KV tokens of its slots."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.pipeline = Pipeline(config.pipeline_stages)
-        self.flight: deque[Flying] = deque()  # in the order of their dispatch, which is that of their ends
+        self.flight: deque[Flying] = deque()  # in the order of dispatch, which is that of the ends
         self._held: dict[int, int] = {}  # KV tokens by slot
 
     @property
     def free_s(self) -> float:
-        """When it is through with all that it was given."""
+        """Returns the time at which all dispatched plans have ended."""
         return self.pipeline.free_s[-1]
 
     def dispatch(self, now_s: float, plan: StepPlan, cost: CostModel) -> Span:
-        """A step starts; one with decode rows joins the flight."""
+        """Starts a step; one with decode rows is added to the steps in flight."""
         seconds = self.step_s(plan, cost)
         if plan.decode is None:
             return self.pipeline.run(now_s, seconds)
@@ -81,7 +81,7 @@ class Device:
         return span
 
     def step_s(self, plan: StepPlan, cost: CostModel) -> float:
-        """Seconds of a step on these devices alone; books what its rows hold from now on."""
+        """Returns the seconds of a step on these devices alone, and updates the tokens of its slots."""
         if plan.decode is None:
             assert plan.prefill is not None, "a step holds something"
             return cost.prefill_s(plan.prefill)
@@ -92,7 +92,7 @@ class Device:
         return cost.mixed_s(plan.prefill, plan.decode, context_tokens)
 
     def read_tokens(self, plan: DecodeRows) -> int:
-        """KV tokens that the step reads, those that it writes included; books its admissions and its own tokens."""
+        """Returns the KV tokens that the step reads, its own included, after applying its admissions and tokens."""
         held = self._held
         for slot in plan.retire:
             held.pop(slot, None)
@@ -106,19 +106,19 @@ class Device:
         held = self._held
         return sum([held[slot] for slot in slots])
 
-    def fed(self, slots: Sequence[int], steps: int) -> None:
-        """Steps passed unseen: each of these slots has a token more of each."""
+    def add_steps(self, slots: Sequence[int], steps: int) -> None:
+        """Adds the tokens of steps that ran without an event, one per slot and step."""
         for slot in slots:
             self._held[slot] += steps
 
 
 def widths_of(plan: DecodeRows) -> Sequence[int]:
-    """Tokens of each active slot."""
+    """Returns the tokens of each active slot."""
     return plan.widths or (1,) * len(plan.active)
 
 
 def done(plan: StepPlan) -> StepDone:
-    """What the step draws here: of each row and of each prompt that ends with it, the one token there is."""
+    """Returns the outputs of the step: one fixed token for each row and each prompt that ends with it."""
     rows = list(zip(plan.decode.active, widths_of(plan.decode), strict=True)) if plan.decode else []
     chunks = plan.prefill.chunks if plan.prefill else ()
     first = tuple([(chunk.request_id, TOKEN) for chunk in chunks if chunk.last])

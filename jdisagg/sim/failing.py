@@ -1,8 +1,8 @@
-"""A cluster that loses workers, and gets them back: what a failure costs those who ask.
+"""A simulated cluster that loses workers and gets them back: the cost of a failure for its requests.
 
-As live: a worker is gone with all that it held and said no more; until that is noticed it is sent what it would have
-been; then what ran there goes on elsewhere, from the prompt and what is drawn so far; and after some time a worker of
-its name, empty, joins in its place.
+As in serving, a lost worker is gone with its state and sends nothing more. Until the loss is noticed, messages to it
+are lost. Then its requests continue elsewhere from the prompt and the tokens generated so far. Later an empty worker
+of the same name joins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPAIR = WorkerId("repair")
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """When who is lost, and the seconds until that is noticed, and from then until another takes its place."""
+    """The times and workers of losses, the seconds until a loss is noticed, and from then until the worker returns."""
 
     losses: Sequence[tuple[float, WorkerId]]
     noticed_s: float = 5.0
@@ -40,17 +40,17 @@ class Failures:
 def drawn_losses(
     workers: Sequence[WorkerConfig], mean_s: float, span_s: float, seed: int
 ) -> list[tuple[float, WorkerId]]:
-    """Each worker is lost about once in `mean_s`, at times that are independent of each other, in order."""
+    """Draws independent loss times, about one per worker in `mean_s`, in order of time."""
     random = np.random.default_rng(seed)
-    found = list[tuple[float, WorkerId]]()
+    losses = list[tuple[float, WorkerId]]()
     for config in workers:
         count = int(random.poisson(span_s / mean_s))
-        found += [(float(at_s), config.worker) for at_s in random.uniform(0.0, span_s, count)]
-    return sorted(found)
+        losses += [(float(at_s), config.worker) for at_s in random.uniform(0.0, span_s, count)]
+    return sorted(losses)
 
 
 class FailingCluster(Cluster):
-    """`lost`: who was, and when. A worker that is away already is not lost again."""
+    """A cluster with losses. `lost`: times and names of lost workers. A worker that is away is not lost again."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class FailingCluster(Cluster):
         if name not in self.workers:
             return
         if name in self._steps.foreseen:
-            self._catch_up(name, self.now_s)  # what ended before has been told
+            self._catch_up(name, self.now_s)  # earlier step ends have been delivered
         del self.workers[name]
         self._steps.forget(name)
         self._held.forget(name)
@@ -111,15 +111,17 @@ def _is_from(event: Any, worker: WorkerId) -> bool:
 
 
 def failing(given: ClusterSpec, failures: Failures, **named: Any) -> FailingCluster:
-    """The cluster of a spec, with losses. Raises ConfigError where what is lost with a worker is not simulated."""
+    """Returns the cluster of a spec with losses. Raises ConfigError for shared cores or tiers, which are not
+    simulated.
+    """
     if given.slowdown or given.tiers is not None:
         raise ConfigError("--lost_every_s: neither shared cores nor tiers are simulated beside it: leave out one")
     named = {"message_s": given.message_s, "latency_s": given.latency_s, **named}
     return FailingCluster(given.workers, given.costs, given.links, failures=failures, **named)
 
 
-def losses_told(cluster: FailingCluster) -> str:
-    """Who was lost, and when."""
-    told = ", ".join(f"{name} at {at_s:,.0f} s" for at_s, name in cluster.lost[:8])
+def describe_losses(cluster: FailingCluster) -> str:
+    """Returns a sentence about the lost workers with their times."""
+    names = ", ".join(f"{name} at {at_s:,.0f} s" for at_s, name in cluster.lost[:8])
     more = f" and {len(cluster.lost) - 8} more" * (len(cluster.lost) > 8)
-    return f"failures: {len(cluster.lost)} workers were lost" + (f" ({told}{more})" if told else "")
+    return f"failures: {len(cluster.lost)} workers were lost" + (f" ({names}{more})" if names else "")

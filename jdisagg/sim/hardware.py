@@ -1,9 +1,9 @@
-"""What devices and links can do, by name: data sheets, and the shares of them that measurements found.
+"""Devices and links by name: data sheets, and the shares of them that measurements found.
 
-Chips that one may compile for have their sheet in `core.targets`, and have it only there. Bandwidths are one way, bytes
-a second, decimal. Efficiencies were read from kernel tables measured with vLLM 0.14-0.19 (aiconfigurator's data,
-Apache-2.0): large bf16 GEMM, skinny GEMM (share of HBM), causal prefill attention, GQA decode attention; TPUs and chips
-without such a table take the H100's shares.
+The sheets of chips with a compile target are in `core.targets` alone. Bandwidths are one way, in bytes per second,
+decimal. Efficiencies come from kernel tables measured with vLLM 0.14-0.19 (aiconfigurator's data, Apache-2.0): large
+bf16 GEMM, skinny GEMM (share of HBM), causal prefill attention, GQA decode attention. TPUs and chips without such a
+table take the H100's shares.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from jdisagg.sim.arithmetic import model
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One device of a kind, its neighbours, and its price."""
+    """The data sheet of one kind of device, its links and its price."""
 
     name: str
-    flops: float  # bf16, dense, a second
+    flops: float  # bf16, dense, per second
     hbm_bytes: int
     hbm_bytes_per_s: float
     link_bytes_per_s: float  # to a neighbour of its node, one way
-    nic_bytes_per_s: float  # to another node, one way, a device's share
+    nic_bytes_per_s: float  # to another node, one way, per device
     price_per_hour: float = 0.0  # USD; 0: not stated
     gemm: float = 0.78  # share of `flops`
-    skinny: float = 0.83  # share of HBM when weights are read for few rows
+    skinny: float = 0.83  # share of HBM bandwidth if weights are read for few rows
     prefill_attention: float = 0.67  # share of `flops`
     decode_attention: float = 0.86  # share of HBM
-    link: float = 0.77  # share of a link one stream gets
-    collective_s: float = 15.5e-6  # of an all-reduce of a few bytes
-    hop_s: float = 0.0  # of each link that it crosses, one way
+    link: float = 0.77  # share of a link that one stream gets
+    collective_s: float = 15.5e-6  # an all-reduce of a few bytes
+    hop_s: float = 0.0  # per link crossed, one way
     host_bytes_per_s: float = 25e9  # to its host's memory, one way, pinned: PCIe 4.0 x16
-    disk_bytes_per_s: float = 3e9  # its share of its host's drives: one NVMe drive a device
+    disk_bytes_per_s: float = 3e9  # per device: one NVMe drive each
     platform: str = "gpu"
-    narrow: tuple[tuple[str, float], ...] = ()  # dtypes that it multiplies faster than bf16, and how many times
+    narrow: tuple[tuple[str, float], ...] = ()  # dtypes with a faster product than bf16, and the factor
 
     @property
     def port_bytes_per_s(self) -> float:
-        """What one stream gets of a device's share of the NIC, one way."""
+        """Returns the bandwidth of one stream over a device's share of the NIC, one way."""
         return self.nic_bytes_per_s * self.link
 
     def flops_of(self, dtype: str) -> float:
-        """A second, where both factors are of `dtype`; of one that it does not multiply, bf16's."""
+        """Returns the FLOPs per second of products in `dtype`; those of bf16 if the chip has no product in it."""
         return self.flops * dict(self.narrow).get(dtype, 1.0)
 
 
@@ -57,7 +57,7 @@ TORUS: dict[str, Any] = {"narrow": (("int8", 2.0),), "collective_s": 6e-6, "hop_
 
 
 def _chip(name: str, link_bytes_per_s: float, nic_bytes_per_s: float, *rest: Any, **named: Any) -> Hardware:
-    """A chip of `core.targets`, and what its sheet does not say."""
+    """Returns a chip of `core.targets` with the numbers that its sheet lacks."""
     chip = CHIPS[name]
     sheet = (chip.flops_per_s, chip.memory_bytes, chip.memory_bytes_per_s)
     return Hardware(name, *sheet, link_bytes_per_s, nic_bytes_per_s, *rest, platform=chip.platform, **named)
@@ -92,7 +92,7 @@ HARDWARE = {
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way between two meshes. Bytes a second, one way, decimal; `measured` is one stream's, where one was found."""
+    """A link between two meshes, in bytes per second, one way, decimal; `measured` is for one stream, if known."""
 
     name: str
     bytes_per_s: float
@@ -115,19 +115,19 @@ LINKS = (
 
 
 def hardware(name: str) -> Hardware:
-    """Raises ConfigError naming those there are."""
+    """Returns the hardware by name. Raises ConfigError with the known names."""
     if name not in HARDWARE:
         raise ConfigError(f"no hardware {name!r}; there are {', '.join(HARDWARE)}")
     return HARDWARE[name]
 
 
-# The numbers of a model, which may be a name, a folder, or nothing at all.
+# The configuration of a model given by a name, a folder or nothing.
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 
 
 def model_of(name: str) -> ModelConfig:
-    """Of a name of `sim/arithmetic.py`, a Hugging Face folder, or "", the embedded model. Raises ConfigError or
-    CheckpointError."""
+    """Returns the configuration for a name of `sim/arithmetic.py`, a Hugging Face folder, or "" (the embedded model).
+    Raises ConfigError or CheckpointError."""
     folder = Path(name) if name else EMBEDDED
     return replace(read_config(folder), family=folder.name) if folder.is_dir() else model(name)

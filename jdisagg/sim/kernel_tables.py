@@ -1,9 +1,9 @@
-"""Costs from tables of measured kernels: what one layer's parts took on one device, looked up between its points.
+"""Costs from tables of measured kernels: the times of one layer's parts on one device, interpolated between points.
 
 A folder holds three files (LLMServingSim's profiler writes them; times in microseconds, of one layer and one shard):
 dense.csv.gz (layer, tokens, time_us), per_sequence.csv.gz (layer, sequences, time_us) and attention.csv.gz
 (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us). Attention is measured as engines run it: a chunk that runs
-beside decoding sequences takes another kernel than either alone, and up to twice the sum of both.
+beside decoding sequences uses another kernel than either alone, and takes up to twice the sum of both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
-from jdisagg.sim.cost_models import Model, all_reduce_s, drawn
+from jdisagg.sim.cost_models import Model, all_reduce_s, num_sampled
 
 TABLES = Path(__file__).parent / "data" / "kernels"
 EACH_LAYER = {
@@ -38,10 +38,10 @@ Point = tuple[float, ...]
 
 
 class Grid:
-    """Measured seconds at every point of a grid; linear between its points, and on beyond its last ones."""
+    """Measured seconds at every point of a grid, interpolated linearly and extrapolated above the last points."""
 
     def __init__(self, rows: dict[Point, float]) -> None:
-        """Axes are the coordinates that occur: points that are missing from the full grid raise ConfigError."""
+        """Builds the axes from the coordinates. Raises ConfigError if points of the full grid are missing."""
         self.axes = [sorted({point[axis] for point in rows}) for axis in range(len(next(iter(rows))))]
         missing = prod(map(len, self.axes)) - len(rows)
         if missing:
@@ -51,7 +51,7 @@ class Grid:
         self._seconds = rows
 
     def at(self, *point: float) -> float:
-        """Below the first point of an axis it is that point's: no kernel is faster for less."""
+        """Returns the seconds at a point; below the first point of an axis they are those of that point."""
         sides = [_between(axis, value) for axis, value in zip(self.axes, point, strict=True)]
         total = 0.0
         for corner in product(*sides):
@@ -60,7 +60,7 @@ class Grid:
 
 
 def _between(axis: Sequence[float], value: float) -> tuple[tuple[float, float], ...]:
-    """The points of the axis on both sides of `value`, and the weight of each."""
+    """Returns the points of the axis on both sides of `value`, and the weight of each."""
     if value <= axis[0] or len(axis) == 1:
         return ((axis[0], 1.0),)
     right = min(bisect_right(axis, value), len(axis) - 1)
@@ -81,7 +81,7 @@ class Kernels:
     mixed: Grid  # both
 
     def attention_s(self, prefill: PrefillChunks | None, batch: int, context_tokens: int) -> float:
-        """Of one layer. Chunks of several prompts count as one that sees as much, sequences as their mean."""
+        """Returns the seconds of one layer. Several chunks count as one with as many pairs, sequences as their mean."""
         if prefill is None:
             return self.decode.at(batch, context_tokens / batch)
         chunk, before = _as_one(prefill)
@@ -91,7 +91,7 @@ class Kernels:
 
 
 def _as_one(plan: PrefillChunks) -> tuple[float, float]:
-    """Tokens of a chunk, and KV tokens before it, that come to as many tokens and pairs as the plan's chunks."""
+    """Returns (tokens, KV tokens before) of one chunk with the tokens and attention pairs of the plan's chunks."""
     tokens = plan.num_tokens
     ends = ((chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks)
     pairs = sum(end**2 - start**2 for start, end in ends) / 2
@@ -100,12 +100,12 @@ def _as_one(plan: PrefillChunks) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class KernelTables:
-    """`tp` devices of one kind. With tp > 1 two all-reduces a layer go over `link_bytes_per_s`, `link_s` each."""
+    """Costs of `tp` devices of one kind. With tp > 1, two all-reduces per layer take `link_s` plus their bytes."""
 
     model: Model
     kernels: Kernels
     tp: int = 1
-    host_s: float = 1e-3  # of the host, a step
+    host_s: float = 1e-3  # host time per step
     link_bytes_per_s: float = 16e9
     link_s: float = 20e-6
 
@@ -123,7 +123,7 @@ class KernelTables:
 
     def _step_s(self, prefill: PrefillChunks | None, batch: int, context_tokens: int) -> float:
         rows = batch + (prefill.num_tokens if prefill else 0)
-        sequences = batch + (drawn(prefill) if prefill else 0)
+        sequences = batch + (num_sampled(prefill) if prefill else 0)
         layer_s = self.kernels.linear.at(rows) + self.kernels.attention_s(prefill, batch, context_tokens)
         config = self.model.config
         reduce_s = all_reduce_s(self.model.row_bytes(rows), self.tp, self.link_bytes_per_s, self.link_s)
@@ -131,12 +131,9 @@ class KernelTables:
         return self.host_s + config.num_layers * (layer_s + 2 * reduce_s) + self.kernels.once.at(rows) + head_s
 
 
-# ---------------------------------------------------------------------- reading
-
-
 @cache
 def read_kernels(folder: Path | str) -> Kernels:
-    """Raises ConfigError where a file, a column or a layer is missing."""
+    """Reads the tables of a folder. Raises ConfigError if a file, a column or a layer is missing."""
     dense, heads = (
         _curves(Path(folder) / name, by) for name, by in (("dense", "tokens"), ("per_sequence", "sequences"))
     )
@@ -155,7 +152,7 @@ def read_kernels(folder: Path | str) -> Kernels:
 
 
 def shipped_kernels(device: str, model_name: str, tp: int = 1) -> Kernels:
-    """Tables that come with the simulator: rtxpro6000 and rtx4090, of llama3-8b at tp 1. ConfigError for others."""
+    """Reads tables that come with the simulator: rtxpro6000 and rtx4090, of llama3-8b at tp 1. Raises ConfigError."""
     name = f"{device}-{model_name}-tp{tp}"
     if not (TABLES / name).is_dir():
         raise ConfigError(
@@ -165,17 +162,17 @@ def shipped_kernels(device: str, model_name: str, tp: int = 1) -> Kernels:
 
 
 def _powers(rows: dict[Point, float]) -> dict[Point, float]:
-    """The rows whose coordinates are powers of two, or 0: others are denser in places, and no grid."""
+    """Returns the rows whose coordinates are powers of two or 0; the others are denser and form no grid."""
     return {point: seconds for point, seconds in rows.items() if all(int(x) & (int(x) - 1) == 0 for x in point)}
 
 
 def _rows(path: Path, columns: Sequence[str]) -> dict[Point, float]:
-    """Seconds by the named columns."""
+    """Returns the seconds by the named columns."""
     return {tuple(map(float, row[:-1])): float(row[-1]) / 1e6 for row in _read(path, [*columns, "time_us"])}
 
 
 def _curves(path: Path, by: str) -> dict[str, dict[Point, float]]:
-    """Seconds by layer and by tokens or sequences."""
+    """Returns the seconds by layer, and by tokens or sequences."""
     curves: dict[str, dict[Point, float]] = {}
     for layer, size, micros in _read(path, ["layer", by, "time_us"]):
         curves.setdefault(layer, {})[(float(size),)] = float(micros) / 1e6

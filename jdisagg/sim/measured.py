@@ -1,8 +1,9 @@
-"""Costs read off a profile: what the user's own devices took, interpolated between what was timed.
+"""Costs from a profile: the measured times of the user's devices, interpolated.
 
-A chunk's seconds depend on its bucket, its tokens and the context before them; several prompts in one chunk count as
-one with as many pairs of tokens to attend. A step's depend on its batch and on the mean context of its slots. Between
-cells lines; beyond the table the last line goes on, never falling; nothing is faster than the least that was measured.
+A chunk's seconds depend on its bucket, its tokens and the context before them. Several prompts in one chunk count as
+one with as many attention pairs. A step's seconds depend on its batch and the mean context of its slots. Values
+between cells are interpolated linearly; beyond the table the last line continues without falling. No value is below
+the least that was measured.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from jdisagg.sim.cluster_spec import ClusterSpec, longest
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.traces import Trace
 
-NOTICEABLE = 0.03  # a slowdown under this is not told from chance: the devices are independent
+NOTICEABLE = 0.03  # smaller slowdowns are within the noise: the devices count as independent
 
 
 class Line:
-    """Points joined by lines. Equal x: the mean of their y."""
+    """A piecewise linear function through points; the y of equal x are averaged."""
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        found: dict[float, list[float]] = {}
+        points_by_x: dict[float, list[float]] = {}
         for x, y in points:
-            found.setdefault(x, []).append(y)
-        self.xs = sorted(found)
-        self.ys = [sum(found[x]) / len(found[x]) for x in self.xs]
+            points_by_x.setdefault(x, []).append(y)
+        self.xs = sorted(points_by_x)
+        self.ys = [sum(points_by_x[x]) / len(points_by_x[x]) for x in self.xs]
         assert self.xs, "a line has a point"
 
     def at(self, x: float) -> float:
-        """Beyond the ends the line does not fall with x."""
+        """Returns the value at x; beyond the ends the line does not fall with x."""
         xs, ys = self.xs, self.ys
         if len(xs) == 1:
             return ys[0]
@@ -52,7 +53,7 @@ class Line:
 
 
 class Surface:
-    """Seconds over (x, y): lines along y at each x that was timed, and a line between these."""
+    """Seconds over (x, y): lines along y at each measured x, interpolated between these."""
 
     def __init__(self, cells: Iterable[tuple[float, float, float]]) -> None:
         rows: dict[float, list[tuple[float, float]]] = {}
@@ -62,15 +63,15 @@ class Surface:
         self.least_s = min(min(line.ys) for _, line in self.rows)
 
     def at(self, x: float, y: float) -> float:
-        known = [each for each, _ in self.rows]
-        index = min(max(bisect_left(known, x), 1), len(known) - 1)
-        near = self.rows[max(0, index - 1) : index + 1]
-        return max(self.least_s, Line((each, line.at(y)) for each, line in near).at(x))
+        xs = [each for each, _ in self.rows]
+        index = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+        neighbours = self.rows[max(0, index - 1) : index + 1]
+        return max(self.least_s, Line((each, line.at(y)) for each, line in neighbours).at(x))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLine:
-    """Of a part of KV, from packing to its pages."""
+    """The linear model of a KV part's seconds, from packing to its pages."""
 
     latency_s: float
     bytes_per_s: float | None  # None: its size did not matter
@@ -78,16 +79,16 @@ class TransferLine:
 
 @dataclass(frozen=True)
 class Measured:
-    """One worker's costs; implements `CostModel`."""
+    """One worker's costs from measurements; implements `CostModel`."""
 
     chunks: tuple[tuple[int, Surface], ...]  # by bucket, ascending: over tokens and context
-    steps: Surface | None  # over batch and context a slot
+    steps: Surface | None  # over batch and context per slot
     host: Host
     admit_s: float
     page_bytes: float  # of all layers
     num_layers: int
-    most_turns: int = 1  # of a ring's dispatch,
-    long_steps: Surface | None = None  # and what these take
+    most_turns: int = 1  # steps per dispatch of the longest dispatch
+    long_steps: Surface | None = None  # times of the longest dispatch
 
     def prefill_s(self, plan: PrefillChunks) -> float:
         tokens = max(1, plan.num_tokens)
@@ -99,7 +100,8 @@ class Measured:
         return self.host.prefill_s + surface.at(tokens, context)
 
     def mixed_s(self, prefill: PrefillChunks, decode: DecodeRows, context_tokens: int) -> float:
-        """The chunks' step with as many rows more as sequences decode, and what these read beyond their first page."""
+        """Returns the seconds of a mixed step. They are those of the chunks' step with one more row per decode
+        sequence, plus the decode rows' reads beyond their first page."""
         assert self.steps is not None, "a worker that decodes has times of steps"
         batch, tokens = max(1, len(decode.active)), max(1, prefill.num_tokens)
         read_s = self.steps.at(batch, context_tokens / batch) - self.steps.at(batch, 0)
@@ -113,7 +115,7 @@ class Measured:
         return self.host.decode_s + joined_s + self._turns_s(turns, batch, context_tokens / batch)
 
     def _turns_s(self, turns: int, batch: int, context: float) -> float:
-        """On the line between one turn and the most."""
+        """Interpolates between a dispatch of one step and the longest dispatch."""
         assert self.steps is not None, "a worker that decodes has times of steps"
         one_s = self.steps.at(batch, context)
         if turns == 1 or self.long_steps is None:
@@ -121,7 +123,7 @@ class Measured:
         return one_s + (self.long_steps.at(batch, context) - one_s) * (turns - 1) / (self.most_turns - 1)
 
     def transfer_bytes(self, transfer: KVTransfer) -> float:
-        """Of whole pages, as they travel."""
+        """Returns the bytes of whole pages, as they are sent."""
         first, stop = transfer.layers or (0, self.num_layers)
         return self.page_bytes * len(transfer.source_pages) * (stop - first) / self.num_layers
 
@@ -135,18 +137,18 @@ def chunk_surfaces(times: Sequence[PrefillTime]) -> tuple[tuple[int, Surface], .
 
 
 def step_surface(times: Sequence[DecodeTime], turns: int = 1) -> Surface | None:
-    """Of steps of so many turns."""
-    found = [(each.batch, each.context, each.seconds) for each in times if each.turns == turns]
-    return Surface(found) if found else None
+    """Returns the times of dispatches with `turns` steps."""
+    points = [(each.batch, each.context, each.seconds) for each in times if each.turns == turns]
+    return Surface(points) if points else None
 
 
 def transfer_line_of(transfers: Sequence[TransferTime], wire: str = RAW) -> TransferLine:
-    """The line that is nearest in relative error; where that would fall, no part is faster than the median."""
-    found = [each for each in transfers if each.wire == wire]
-    if not found:
+    """Fits the line with the least relative error; if it would fall, no part is faster than the median."""
+    matching = [each for each in transfers if each.wire == wire]
+    if not matching:
         return TransferLine(0.0, None)
-    sizes = np.array([each.size_bytes for each in found], np.float64)
-    seconds = np.array([each.seconds for each in found])
+    sizes = np.array([each.size_bytes for each in matching], np.float64)
+    seconds = np.array([each.seconds for each in matching])
     slope, latency_s = np.polyfit(sizes, seconds, 1, w=1.0 / seconds) if len(set(sizes)) > 1 else (0.0, 0.0)
     if slope <= 0.0 or latency_s < 0.0:
         return (
@@ -157,34 +159,31 @@ def transfer_line_of(transfers: Sequence[TransferTime], wire: str = RAW) -> Tran
     return TransferLine(float(latency_s), float(1.0 / slope))
 
 
-# ---------------------------------------------------------------------- from a profile to a cluster spec
-
-
 def cluster_spec_of(
     profile: Profile, mesh: MeshSpec, transfer: TransferMode | None = None, *, prefix_caching: bool = False
 ) -> ClusterSpec:
-    """Workers of the profile's own sizes on any mesh whose kinds of workers it has times for. Raises ConfigError.
-
-    Times of chunks and of steps may come from pools of other roles: what counts is the devices of one stage.
-    """
-    way = transfer_line_of(profile.transfers)
+    """Workers of the profile's own sizes on any mesh whose kinds of workers it has times for. Raises ConfigError. Times
+    of chunks and of steps may come from pools of other roles: what counts is the devices of one stage."""
+    transfer_line = transfer_line_of(profile.transfers)
     workers, costs, ports = [], {}, {}
     for place in mesh.workers():
         config, costs[place.worker] = _worker(profile, place)
         workers.append(replace(config, transfer=transfer or config.transfer, prefix_caching=prefix_caching))
-        ports |= {(side, place.worker): way.bytes_per_s for side in ("out", "in") if way.bytes_per_s}
+        ports |= {
+            (side, place.worker): transfer_line.bytes_per_s for side in ("out", "in") if transfer_line.bytes_per_s
+        }
     slowdown = {
         phase: {other: share for other, share in row.items() if share > NOTICEABLE}
         for phase, row in profile.slowdown.items()
     }
     return ClusterSpec(
         tuple(workers), costs, FairLinks(ports), slowdown=slowdown if any(slowdown.values()) else {},
-        message_s=profile.host.message_s, latency_s=way.latency_s,
+        message_s=profile.host.message_s, latency_s=transfer_line.latency_s,
     )  # fmt: skip
 
 
 def check_fits(cluster_spec: ClusterSpec, trace: Trace) -> None:
-    """Raises ConfigError for a request that is longer than these workers take."""
+    """Raises ConfigError for a request that is longer than these workers accept."""
     most = min(config.max_model_len for config in cluster_spec.workers)
     if longest(trace) > most:
         raise ConfigError(
@@ -198,7 +197,9 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
     prefills = [each for each in _like(profile, place) if each.prefill] if role.prefills else []
     decodes = [each for each in _like(profile, place) if each.decode and _stages(each.config) == _schedule(place)]
     if (role.prefills and not prefills) or (role.decodes and not decodes):
-        pools = ", ".join(f"{each.config.role}:{_word(each.config)}{each.pp}tp{each.tp}" for each in profile.pools)
+        pools = ", ".join(
+            f"{each.config.role}:{_schedule_name(each.config)}{each.pp}tp{each.tp}" for each in profile.pools
+        )
         is_it = f"{'ring' if place.schedule is Schedule.RING else 'pp'}{place.pp}tp{place.tp}"
         raise ConfigError(f"{place.worker} is {role}:{is_it}; the profile is of {pools}")
     chosen = decodes[0] if role.decodes else prefills[0]
@@ -217,7 +218,7 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
 
 
 def _prefill_stages(profile: Profile, place: WorkerMesh, like: WorkerConfig) -> dict[str, Any]:
-    """A chunk's time is that of all stages, wherever it was taken: a pipeline divides it."""
+    """Returns the stage fields of a prefill worker. A chunk's measured time is that of all stages, which share it."""
     if not (place.role is Role.PREFILL and place.pp > 1):
         return {"prefill_stages": 1}
     groups = tuple((run.start, run.stop) for run in split_prefill(profile.num_layers, place.pp))
@@ -234,12 +235,12 @@ def _schedule(place: WorkerMesh) -> tuple[int, int]:
     return (1, place.pp) if place.schedule is Schedule.RING else (place.pp, 1)
 
 
-def _word(config: WorkerConfig) -> str:
+def _schedule_name(config: WorkerConfig) -> str:
     return "ring" if config.is_ring else "pp"
 
 
 def _like(profile: Profile, place: WorkerMesh) -> list[Pool]:
-    """Pools of the same tp, those of the same role first."""
+    """Returns the pools of the same tp, those of the same role first."""
     return sorted(
         (each for each in profile.pools if each.tp == place.tp), key=lambda each: each.config.role != place.role
     )

@@ -1,7 +1,7 @@
-"""What came of a simulated workload: one record a request, and what service objectives make of them.
+"""The outcome of a simulated workload: one record per request, and how many meet the service objectives.
 
-TTFT is from arrival to the first token; TPOT is (last token - first token) / (tokens - 1), of one request; latency is
-from arrival to the end. The parts of a latency are the live ledger's, and sum to it.
+TTFT is from arrival to the first token; TPOT is (last token - first token) / (tokens - 1) of one request; latency is
+from arrival to the end. The parts of a latency are those of the serving ledger, and add up to it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WIRE = ("wire_s", "transfer_hidden_s", "transfer_exposed_s")
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One request."""
+    """The times, token counts and result of one request."""
 
     request_id: str
     arrival_s: float
     input_tokens: int
-    output_tokens: int  # asked for
-    told_tokens: int = 0
+    output_tokens: int  # requested
+    emitted_tokens: int = 0
     first_s: float = 0.0  # when the client got its first token
     last_s: float = 0.0
     end_s: float = 0.0
@@ -48,11 +48,11 @@ class Record:
     detail: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""
-    ends: int = 0  # terminal effects that were seen
+    ends: int = 0  # terminal effects so far
     ledger: Ledger | None = None
 
     @property
-    def served(self) -> bool:
+    def is_served(self) -> bool:
         return self.reason in NATURAL
 
     @property
@@ -61,16 +61,16 @@ class Record:
 
     @property
     def tpot_s(self) -> float:
-        """0 for a single token, which has no gap."""
-        return (self.last_s - self.first_s) / (self.told_tokens - 1) if self.told_tokens > 1 else 0.0
+        """Returns the TPOT in seconds; 0 for a single token, which has no gap."""
+        return (self.last_s - self.first_s) / (self.emitted_tokens - 1) if self.emitted_tokens > 1 else 0.0
 
     @property
     def latency_s(self) -> float:
         return self.end_s - self.arrival_s
 
     def meets(self, ttft_s: float, tpot_s: float) -> bool:
-        """Whether it was served within both objectives."""
-        return self.served and self.ttft_s <= ttft_s and self.tpot_s <= tpot_s
+        """Returns True if the request was served within both objectives."""
+        return self.is_served and self.ttft_s <= ttft_s and self.tpot_s <= tpot_s
 
 
 METRICS: dict[str, Callable[[Record], float]] = {
@@ -82,7 +82,7 @@ METRICS: dict[str, Callable[[Record], float]] = {
 
 @dataclass(slots=True)
 class Lookups:
-    """Prompt tokens that were looked up in kept KV, and found: as the live metrics count them."""
+    """Prompt tokens that were looked up in prefix caches, and found, as the serving metrics count them."""
 
     looked_up: int = 0
     found: int = 0
@@ -94,35 +94,35 @@ class Lookups:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of a whole run. `busy` is the share of the span that each worker's first stage worked."""
+    """The outcome of a whole run. `busy` is the share of the span in which each worker's first stage ran."""
 
     records: Sequence[Record]
     events: int
     span_s: float  # of the virtual clock, from 0 to the last request's end
     busy: dict[str, float]
-    lookups: Mapping[Role, Lookups] = field(default_factory=dict[Role, Lookups])  # of workers that keep KV
-    moved: Mapping[tuple[Tier, Tier], Moved] = field(default_factory=dict[tuple[Tier, Tier], Moved])  # between tiers
+    lookups: Mapping[Role, Lookups] = field(default_factory=dict[Role, Lookups])  # of workers with a prefix cache
+    moved: Mapping[tuple[Tier, Tier], Moved] = field(default_factory=dict[tuple[Tier, Tier], Moved])
 
     @property
     def served(self) -> list[Record]:
-        return [record for record in self.records if record.served]
+        return [record for record in self.records if record.is_served]
 
     @property
     def cached_tokens(self) -> list[int]:
-        """Of each request: prompt tokens that were not computed, their KV being there."""
+        """Returns for each request the prompt tokens that were not computed because their KV was cached."""
         return [record.ledger.cached_tokens if record.ledger else 0 for record in self.records]
 
     def attainment(self, ttft_s: float, tpot_s: float) -> float:
-        """Share of all requests, those that failed included, that met both objectives."""
+        """Returns the share of all requests, failed ones included, that met both objectives."""
         return sum(record.meets(ttft_s, tpot_s) for record in self.records) / max(1, len(self.records))
 
     def values(self, metric: str) -> np.ndarray:
-        """Seconds of every request that was served, f64[N]; single tokens have no TPOT."""
-        chosen = [record for record in self.served if metric != "TPOT" or record.told_tokens > 1]
+        """Returns the seconds of every served request, f64[N]; single tokens have no TPOT."""
+        chosen = [record for record in self.served if metric != "TPOT" or record.emitted_tokens > 1]
         return np.array([METRICS[metric](record) for record in chosen])
 
     def parts_s(self) -> dict[str, float]:
-        """Mean seconds of each part of the ledger, over the requests that were served."""
+        """Returns the mean seconds of each part of the ledger, over the served requests."""
         sums = dict.fromkeys(PARTS, 0)
         for record in self.served:
             assert record.ledger is not None, "whoever was served has a ledger"
@@ -132,25 +132,25 @@ class Outcome:
 
 
 def columns(outcome: Outcome) -> dict[str, list[Any]]:
-    """A row a request: what it asked for, who served it, when, and its ledger, in seconds; None where it has none."""
+    """Returns columns with one row per request: sizes, workers, times and ledger, in seconds; None if missing."""
     names = (*ASKED, CACHED, *DERIVED, *(f"{part}_s" for part in PARTS), *WIRE)
-    found: dict[str, list[Any]] = {name: [] for name in names}
-    found[CACHED] = list(outcome.cached_tokens)
+    values_by_name: dict[str, list[Any]] = {name: [] for name in names}
+    values_by_name[CACHED] = list(outcome.cached_tokens)
     for record in outcome.records:
         for name in ASKED:
-            found[name].append(getattr(record, name))
+            values_by_name[name].append(getattr(record, name))
         for name in DERIVED:
-            found[name].append(getattr(record, name) if record.served else None)
+            values_by_name[name].append(getattr(record, name) if record.is_served else None)
         ledger = record.ledger or Ledger()
         for part, ns in ledger.parts_ns().items():
-            found[f"{part}_s"].append(ns / 1e9)
+            values_by_name[f"{part}_s"].append(ns / 1e9)
         for name, ns in zip(WIRE, (ledger.wire_ns, *ledger.transfer_ns()), strict=True):
-            found[name].append(ns / 1e9)
-    return found
+            values_by_name[name].append(ns / 1e9)
+    return values_by_name
 
 
 def write_csv(outcome: Outcome, path: Path | str) -> None:
-    """The columns under their names. Raises ConfigError where the file cannot be written."""
+    """Writes the columns as CSV. Raises ConfigError if the file cannot be written."""
     table = columns(outcome)
     try:
         with open(path, "w", newline="", encoding="utf-8") as file:
@@ -163,7 +163,7 @@ def write_csv(outcome: Outcome, path: Path | str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What a good request keeps to, and the share of requests that must be good for a rate to count."""
+    """The objectives of a request, and the share of requests that must meet them for a rate to count."""
 
     ttft_s: float
     tpot_s: float
@@ -172,7 +172,7 @@ class SLO:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A run at one rate, as goodput sees it. Latencies in seconds, nan where nothing was served."""
+    """The results of a run at one rate. Latencies in seconds, nan if no request was served."""
 
     rate_rps: float
     attainment: float
@@ -184,36 +184,34 @@ class Point:
 
     @staticmethod
     def of(outcome: Outcome, rate_rps: float, slo: SLO, devices: int) -> Point:
-        """rate_rps: of arrivals, the clock's and not the run's, which ends when the last request does."""
-        met = outcome.attainment(slo.ttft_s, slo.tpot_s)
-        good = met * len(outcome.records) / max(outcome.span_s, 1e-9) / devices
+        """Returns the point of a run. `rate_rps` is the arrival rate on the clock, not over the longer run."""
+        attainment = outcome.attainment(slo.ttft_s, slo.tpot_s)
+        good = attainment * len(outcome.records) / max(outcome.span_s, 1e-9) / devices
         spreads = [_quantiles(outcome.values(metric), (50, 99)) for metric in ("TTFT", "TPOT")]
-        return Point(rate_rps, met, good, *spreads[0], *spreads[1])
+        return Point(rate_rps, attainment, good, *spreads[0], *spreads[1])
 
 
 def goodput_rps(points: Sequence[Point], share: float) -> float:
-    """The rate up to which at least `share` of the requests are good, a straight line between rates.
-
-    0 where the lowest rate fails already; the highest rate where none fails, which is then a lower bound.
-    """
+    """Returns the rate up to which at least `share` of the requests are good, interpolated between rates. Returns 0 if
+    the lowest rate fails already, and the highest rate, then a lower bound, if none fails."""
     ordered = sorted(points, key=lambda point: point.rate_rps)
     if not ordered or ordered[0].attainment < share:
         return 0.0
     for before, after in pairwise(ordered):
         if after.attainment < share:
-            fallen = (before.attainment - share) / (before.attainment - after.attainment)
-            return before.rate_rps + fallen * (after.rate_rps - before.rate_rps)
+            fraction = (before.attainment - share) / (before.attainment - after.attainment)
+            return before.rate_rps + fraction * (after.rate_rps - before.rate_rps)
     return ordered[-1].rate_rps
 
 
 def goodput_text(points: Sequence[Point], share: float) -> str:
-    """As 2.36, or ≥ 8 where the highest rate was good as well."""
+    """Returns the rate as text: 2.36, or ≥ 8 if the highest rate was good as well."""
     best = goodput_rps(points, share)
     return f"{'≥ ' if points and best == max(point.rate_rps for point in points) else ''}{best:.3g}"
 
 
 def curve_rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    """Head and a row a rate, as text."""
+    """Returns a header and one row per rate, as text."""
     rows: list[tuple[str, ...]] = [
         ("requests/s", "good", "good/s a device", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99")
     ]
@@ -225,7 +223,7 @@ def curve_rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
 
 
 def trust(checked: Checked | None) -> str:
-    """How far a simulation was from a live run when its costs were last checked, in words."""
+    """Returns a sentence on the error against a serving run when the costs were last checked."""
     if checked is None:
         return NOT_CALIBRATED
     errors = ", ".join(f"{name} {share:+.1%}" for name, share in checked.errors.items())

@@ -1,6 +1,6 @@
-"""One page that stands alone: what was simulated, how it went, where the time went, and how far to trust it.
+"""One self-contained HTML page about a simulation: the cluster, latencies, where time goes, and how far to trust it.
 
-Pictures are inlined, there are no scripts, and nothing is fetched from anywhere.
+Pictures are inlined, there are no scripts, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -27,29 +27,27 @@ from jdisagg.core.tiers import Tier
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, Record, curve_rows, goodput_rps, goodput_text, trust
 from jdisagg.sim.simulation import Curve, Place, SpanLog, Work, WorkSpan
 
-# Pictures of a simulated run, each a PNG: how latencies spread, goodput over the rate, pages taken, workers at
-# work.
+# Pictures of a simulated run, each a PNG: latency distributions, goodput over the rate, page use, Gantt chart.
 #
-# Needs matplotlib, so it is loaded only where a report is asked for. Colours: prefill orange, decode blue, KV
-# green.
+# Needs matplotlib, so it is loaded only for a report. Colours: prefill orange, decode blue, KV green.
 
 INK, PALE, ORANGE, BLUE, GREEN = "#2b2f36", "#8b929c", "#d9761e", "#2463a8", "#3c8f62"
 OF_WORK = {Work.PREFILL: ORANGE, Work.DECODE: BLUE, Work.TRANSFER: GREEN}
 OF_PART = dict(
     zip(PARTS[:-1], ("#c9ccd1", "#9aa1ab", ORANGE, GREEN, BLUE), strict=True)
-)  # all but decode, which dwarfs them
+)  # all but decode, which would dwarf the others
 OF_ROLE = {"prefill": ORANGE, "decode": BLUE, "colocated": "#7a5aa6"}
 OF_PLACE = dict(zip(Place, (BLUE, "#7fa8d6", GREEN, "#c2a23a", "#7a5aa6"), strict=True))
 OF_SOURCE = {Tier.DRAM: GREEN, Tier.DISK: "#c2a23a", Tier.POOL: "#7a5aa6", Tier.PEER: ORANGE}
 BARS = 60
-MOST_ROWS = 16  # workers of a Gantt
-MOST_SPANS = 160  # of its busiest worker
-MOST_CURVES = 6  # of single workers; more are shown as their range
-GRID = 500  # instants of an occupancy curve
+MOST_ROWS = 16  # workers in a Gantt chart
+MOST_SPANS = 160  # spans of its busiest worker
+MOST_CURVES = 6  # single workers; more are drawn as their range
+GRID = 500  # points of an occupancy curve
 
 
 def cdfs(outcome: Outcome, slo: SLO) -> bytes:
-    """Shares of requests within a TTFT and within a TPOT, each with its objective."""
+    """Draws the shares of requests within a TTFT and within a TPOT, each with its objective."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     for axes, metric, limit_s in zip(figure.subplots(1, 2), ("TTFT", "TPOT"), (slo.ttft_s, slo.tpot_s), strict=True):
         _cdf(axes, outcome.values(metric) * 1e3, limit_s * 1e3)
@@ -58,7 +56,7 @@ def cdfs(outcome: Outcome, slo: SLO) -> bytes:
 
 
 def _cdf(axes: Axes, values_ms: np.ndarray, limit_ms: float) -> None:
-    _dress(axes)
+    _style_axes(axes)
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     if not len(values_ms):
@@ -66,26 +64,26 @@ def _cdf(axes: Axes, values_ms: np.ndarray, limit_ms: float) -> None:
     shares = np.linspace(0, 1, GRID)
     at_ms = np.quantile(values_ms, shares)
     axes.plot(at_ms, shares, color=BLUE, linewidth=2)
-    met = float(np.mean(values_ms <= limit_ms))
+    share_met = float(np.mean(values_ms <= limit_ms))
     low, high = max(at_ms[0], 1e-3), max(at_ms[-1], 1e-3)
     if high > 30 * low:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda ms, _: f"{ms:,g}")
     if limit_ms <= 3 * high:
         axes.axvline(limit_ms, color=INK, linewidth=1, linestyle=":")
-        axes.set_title(f"{met:.1%} within {limit_ms:g} ms", fontsize=10, color=INK)
+        axes.set_title(f"{share_met:.1%} within {limit_ms:g} ms", fontsize=10, color=INK)
     else:
         axes.set_title(f"all within {limit_ms:g} ms (out of sight)", fontsize=10, color=INK)
 
 
 def goodput(points: Sequence[Point], slo: SLO) -> bytes:
-    """Left the share of good requests over the rate, right good requests a second and device."""
+    """Draws the share of good requests over the rate (left) and good requests per second and device (right)."""
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     share, rate = figure.subplots(1, 2)
     ordered = sorted(points, key=lambda point: point.rate_rps)
     rates = [point.rate_rps for point in ordered]
     for axes in (share, rate):
-        _dress(axes)
+        _style_axes(axes)
         axes.set_xlabel("requests a second")
     share.plot(rates, [point.attainment for point in ordered], "o-", color=BLUE, linewidth=2)
     share.axhline(slo.share, color=INK, linewidth=1, linestyle=":")
@@ -97,8 +95,11 @@ def goodput(points: Sequence[Point], slo: SLO) -> bytes:
         share.axvline(best, color=GREEN, linewidth=1.2)
         at_end = best == rates[-1]
         text = f"{'at least ' if at_end else ''}{best:.3g}/s at {slo.share:.0%}"
-        place = {"xytext": (-6 if best > np.mean(rates) else 6, 6), "ha": "right" if best > np.mean(rates) else "left"}
-        share.annotate(text, (best, 0.02), textcoords="offset points", color=GREEN, fontsize=9, **place)
+        placement = {
+            "xytext": (-6 if best > np.mean(rates) else 6, 6),
+            "ha": "right" if best > np.mean(rates) else "left",
+        }
+        share.annotate(text, (best, 0.02), textcoords="offset points", color=GREEN, fontsize=9, **placement)
     rate.plot(rates, [point.good_rps_per_device for point in ordered], "o-", color=GREEN, linewidth=2)
     rate.set_ylim(bottom=0)
     rate.set_title("good requests a second and device", fontsize=10, color=INK)
@@ -106,10 +107,10 @@ def goodput(points: Sequence[Point], slo: SLO) -> bytes:
 
 
 def occupancy(log: SpanLog, span_s: float) -> bytes:
-    """Shares of the pages that are taken, over time: each worker, or the range of a role's where there are many."""
+    """Draws the share of used pages over time: each worker, or the range of a role with many workers."""
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     axes = figure.subplots()
-    _dress(axes)
+    _style_axes(axes)
     at_s = np.linspace(0, span_s, GRID)
     shares = {worker: _share_at(log, worker, at_s) for worker in log.pages}
     roles: dict[str, list[WorkerId]] = {}
@@ -127,7 +128,7 @@ def occupancy(log: SpanLog, span_s: float) -> bytes:
 
 
 def where_kv_lies(log: SpanLog, span_s: float) -> bytes:
-    """Left tokens of KV by where they lie, of all workers; right what came to HBM, and from where."""
+    """Draws the tokens of KV by location, of all workers (left), and the tokens loaded into HBM by source (right)."""
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     at_s = np.linspace(0, span_s, GRID)
@@ -149,7 +150,7 @@ def where_kv_lies(log: SpanLog, span_s: float) -> bytes:
             under += counts
     right.set_title(f"tokens read into HBM, every {edges[1]:.3g} s", fontsize=10, color=INK)
     for axes in (left, right):
-        _dress(axes)
+        _style_axes(axes)
         axes.set_xlim(0, span_s or 1.0)
         axes.set_xlabel("seconds")
         axes.yaxis.set_major_formatter(_tokens)
@@ -184,12 +185,12 @@ def _at(curve: Curve, at_s: np.ndarray) -> np.ndarray:
 
 
 def gantt(log: SpanLog) -> tuple[bytes, str]:
-    """The workers' plans in a window from the middle of the run, and words on what is shown of how much."""
+    """Draws the workers' spans in a window from the middle of the run; returns the PNG and a caption."""
     workers = in_order(log.workers)[:MOST_ROWS]
     start_s, stop_s = window(log)
     figure = Figure(figsize=(11, 1.1 + 0.42 * len(workers)), layout="constrained")
     axes = figure.subplots()
-    _dress(axes)
+    _style_axes(axes)
     axes.grid(axis="y", visible=False)
     largest = max((span.amount for span in log.spans if span.work is Work.DECODE), default=1)
     for row, worker in enumerate(workers):
@@ -204,23 +205,25 @@ def gantt(log: SpanLog) -> tuple[bytes, str]:
     patches = [Patch(color=OF_WORK[work], label=work.value) for work in shown]
     figure.legend(handles=patches, frameon=False, fontsize=9, loc="outside upper right", ncols=len(shown))
     left_out = len(log.workers) - len(workers)
-    words = f"{start_s:.3g} s to {stop_s:.3g} s; a decode step is the darker the more slots it has (at most {largest})"
-    return _png(figure), words + (f"; {left_out} more workers are not shown" if left_out else "")
+    caption = (
+        f"{start_s:.3g} s to {stop_s:.3g} s; a decode step is the darker the more slots it has (at most {largest})"
+    )
+    return _png(figure), caption + (f"; {left_out} more workers are not shown" if left_out else "")
 
 
 def _bars(axes: Axes, row: int, spans: Sequence[WorkSpan], largest: int) -> None:
-    """KV on its way is a thin bar under the worker that it goes to."""
+    """Draws one kind of work of a worker; KV transfer is a thin bar under the destination worker."""
     if not spans:
         return
     work = spans[0].work
-    place = (row + 0.30, 0.10) if work is Work.TRANSFER else (row - 0.28, 0.54)
+    offset = (row + 0.30, 0.10) if work is Work.TRANSFER else (row - 0.28, 0.54)
     shades = [0.35 + 0.65 * span.amount / largest if work is Work.DECODE else 1.0 for span in spans]
     colours = [to_rgba(OF_WORK[work], shade) for shade in shades]
-    axes.broken_barh([(span.start_s, span.done_s - span.start_s) for span in spans], place, facecolors=colours)
+    axes.broken_barh([(span.start_s, span.done_s - span.start_s) for span in spans], offset, facecolors=colours)
 
 
 def window(log: SpanLog) -> tuple[float, float]:
-    """Seconds from the middle of the run in which the busiest worker has at most MOST_SPANS spans."""
+    """Returns the window in the middle of the run in which the busiest worker has at most MOST_SPANS spans."""
     most: list[WorkSpan] = max(([*log.of(worker)] for worker in log.workers), key=len, default=[])
     if not most:
         return 0.0, 1.0
@@ -230,12 +233,12 @@ def window(log: SpanLog) -> tuple[float, float]:
 
 
 def where_time_goes(outcome: Outcome) -> bytes:
-    """The ledger up to the second token, mean milliseconds: of all requests, and of the tenth slowest to a first."""
+    """Draws the ledger up to the second token in mean milliseconds, for all requests and the slowest tenth by TTFT."""
     served = sorted(outcome.served, key=lambda record: record.ttft_s)
     groups = {"all requests": served, "slowest tenth\nto a first token": served[-max(1, len(served) // 10) :]}
     figure = Figure(figsize=(11, 2.3), layout="constrained")
     axes = figure.subplots()
-    _dress(axes)
+    _style_axes(axes)
     axes.grid(axis="y", visible=False)
     left = np.zeros(len(groups))
     for part, colour in OF_PART.items():
@@ -261,7 +264,7 @@ def role_of(worker: WorkerId) -> str:
 
 
 def in_order(workers: Sequence[WorkerId] | Mapping[WorkerId, object]) -> list[WorkerId]:
-    """Prefill first; numbers as numbers."""
+    """Orders workers: prefill first, numbers numerically."""
 
     def key(worker: WorkerId) -> tuple[bool, str, int, str]:
         role, _, number = worker.rpartition("-")
@@ -270,7 +273,7 @@ def in_order(workers: Sequence[WorkerId] | Mapping[WorkerId, object]) -> list[Wo
     return sorted(workers, key=key)
 
 
-def _dress(axes: Axes) -> None:
+def _style_axes(axes: Axes) -> None:
     axes.grid(alpha=0.25, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(PALE)
@@ -309,21 +312,21 @@ code { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; }
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """All that a page tells."""
+    """The contents of a report page."""
 
     title: str
     command: str
-    facts: Mapping[str, str]  # of the cluster and the workload, by name
+    facts: Mapping[str, str]  # facts about the cluster and the workload, by name
     outcome: Outcome
     log: SpanLog
     slo: SLO
     devices: int
-    curve: Sequence[Point] = ()  # runs at several rates, where there were any
-    checked: Checked | None = None  # what the costs' last check against a live run found
+    curve: Sequence[Point] = ()  # runs at several rates, if there were any
+    checked: Checked | None = None  # result of the last check of the costs against a live run
 
 
 def write_report(story: Story, path: Path | str) -> None:
-    """Raises ConfigError where the file cannot be written."""
+    """Writes the page to `path`. Raises ConfigError if it cannot be written."""
     try:
         Path(path).write_text(page(story), encoding="utf-8")
     except OSError as error:
@@ -331,9 +334,9 @@ def write_report(story: Story, path: Path | str) -> None:
 
 
 def page(story: Story) -> str:
-    """The HTML of the whole."""
+    """Returns the HTML of the page."""
     outcome = story.outcome
-    picture, words = gantt(story.log)
+    picture, caption = gantt(story.log)
     sections = [
         tiles(story),
         f'<p class="trust">{escape(trust(story.checked))}</p>',
@@ -350,7 +353,7 @@ def page(story: Story) -> str:
         ),
         section("Pages taken", image(occupancy(story.log, outcome.span_s), "occupancy of the pools")),
         *kept_kv(story),
-        section("Workers at work", image(picture, "Gantt of the workers"), pale(words), table(busy_rows(outcome))),
+        section("Workers at work", image(picture, "Gantt of the workers"), pale(caption), table(busy_rows(outcome))),
         section(f"The {SLOWEST} slowest to a first token, milliseconds", table(slowest_rows(outcome))),
     ]
     facts = " · ".join(f"{escape(name)} {escape(value)}" for name, value in story.facts.items())
@@ -364,7 +367,7 @@ def page(story: Story) -> str:
 
 
 def kept_kv(story: Story) -> list[str]:
-    """Where workers keep any."""
+    """Returns the section about KV locations, if workers keep any."""
     if not story.log.lies:
         return []
     picture = image(where_kv_lies(story.log, story.outcome.span_s), "where KV lies, and where it came from")
@@ -380,10 +383,10 @@ def moved_rows(outcome: Outcome) -> Rows:
 
 
 def tiles(story: Story) -> str:
-    """The few numbers that answer most questions."""
+    """Returns the tiles with the main numbers."""
     outcome, slo = story.outcome, story.slo
     span_s = max(outcome.span_s, 1e-9)
-    tokens = sum(record.told_tokens for record in outcome.records)
+    tokens = sum(record.emitted_tokens for record in outcome.records)
     met = outcome.attainment(slo.ttft_s, slo.tpot_s)
     shown = {
         f"within TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s * 1e3:g} ms": f"{met:.1%}",
@@ -403,7 +406,7 @@ def tiles(story: Story) -> str:
     return f'<div class="tiles">{"".join(each)}</div>'
 
 
-Rows = Iterable[Sequence[str]]  # the first is the head
+Rows = Iterable[Sequence[str]]  # rows of text; the first is the header
 
 
 def latency_rows(outcome: Outcome) -> Rows:
@@ -411,8 +414,8 @@ def latency_rows(outcome: Outcome) -> Rows:
     for metric in METRICS:
         values = outcome.values(metric) * 1e3
         if len(values):
-            found = [values.mean(), *np.percentile(values, QUANTILES), values.max()]
-            yield (metric, *(f"{each:,.1f}" for each in found))
+            figures = [values.mean(), *np.percentile(values, QUANTILES), values.max()]
+            yield (metric, *(f"{each:,.1f}" for each in figures))
 
 
 def busy_rows(outcome: Outcome) -> Rows:
@@ -432,7 +435,7 @@ def slowest_rows(outcome: Outcome) -> Rows:
 def _row_of(record: Record) -> tuple[str, ...]:
     assert record.ledger is not None, "whoever was served has a ledger"
     parts = (f"{ns / 1e6:,.1f}" for ns in record.ledger.parts_ns().values())
-    sizes = (f"{record.arrival_s:,.2f}", f"{record.input_tokens:,}", f"{record.told_tokens:,}")
+    sizes = (f"{record.arrival_s:,.2f}", f"{record.input_tokens:,}", f"{record.emitted_tokens:,}")
     return (record.request_id, *sizes, f"{record.ttft_s * 1e3:,.1f}", *parts)
 
 
@@ -447,8 +450,8 @@ def image(png: bytes, name: str) -> str:
     return f'<img alt="{escape(name)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
-def pale(words: str) -> str:
-    return f'<p class="pale">{escape(words)}</p>'
+def pale(text: str) -> str:
+    return f'<p class="pale">{escape(text)}</p>'
 
 
 def section(title: str, *parts: str) -> str:

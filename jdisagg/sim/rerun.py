@@ -1,11 +1,11 @@
-"""Two clocks, one scheduler: a live run's journal, decided again by the simulator, event for event.
+"""Replays a serving run's journal in the simulator, which must make the same decisions, event for event.
 
-`measure` takes from a journal only what its actors did not decide: what reached them from outside, how long each step,
-part, message took and how late each timer was, and which tokens were drawn. `Rerun` is the simulator's cluster on these
-durations: fresh actors, its own heap, and every event made from the effects of its own actors. Each must decide what
-the live run decided, in the same order, field by field: plans, pages, placements, words, timers.
+`measure` takes from a journal only what its actors did not decide: external events, how long each step, KV part and
+message took, how late each timer was, and the sampled tokens. `RerunCluster` is the simulator's cluster with these
+durations: new actors, its own queue, and every event made from the effects of its own actors. Each actor must decide
+as in the serving run, in the same order, field by field: plans, pages, placements, messages, timers.
 
-What this does not show: that a cost model's durations are the live ones. That is calibration, and has its own figures.
+A rerun does not show that a cost model's durations match the serving run. Calibration measures that separately.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ from jdisagg.policy.worker import Worker
 from jdisagg.sim.simulation import Simulation
 from jdisagg.sim.traces import Trace
 
-# Fresh actors taken through a record, event by event, as a driver would have: what they decide, or why they
-# cannot.
+# Runs new actors through a journal, event by event, as a driver would.
 
 
 class Actor(Protocol):
@@ -57,15 +56,15 @@ class Actor(Protocol):
 
 
 def actors_of(header: Header) -> dict[WorkerId, Actor]:
-    """The router and the workers of a record, at their beginning. Raises JournalError where they cannot be made."""
+    """Returns new actors for the router and workers of a journal. Raises JournalError if they cannot be made."""
     try:
         return {ROUTER: Router(header.router, header.workers), **{each.worker: Worker(each) for each in header.workers}}
     except Exception as error:
-        raise JournalError(f"line 1: no such actors can be: {_said(error)}") from error
+        raise JournalError(f"line 1: no such actors can be: {_error_text(error)}") from error
 
 
 def decide(actors: Mapping[WorkerId, Actor], recorded: Recorded, number: int) -> list[Effect]:
-    """What the record's event `number` leads to now. Raises JournalError, naming the line."""
+    """Returns the effects of the journal's event `number` now. Raises JournalError with the line."""
     if recorded.actor not in actors:
         raise JournalError(
             f"line {recorded.line}: event {number} is for {shown(recorded.actor)}, which the header does not have"
@@ -74,20 +73,22 @@ def decide(actors: Mapping[WorkerId, Actor], recorded: Recorded, number: int) ->
         return actors[recorded.actor].handle(recorded.event, recorded.at_s)
     except Exception as error:
         if isinstance(recorded.event, Received) and recorded.event.sender not in actors:
-            return []  # live it ended the session with its speaker
+            return []  # in serving it ended the connection of the sender
         what = f"event {number}, {type(recorded.event).__name__} to {recorded.actor}"
-        raise JournalError(f"line {recorded.line}: {what}, cannot follow on those before: {_said(error)}") from error
+        raise JournalError(
+            f"line {recorded.line}: {what}, cannot follow on those before: {_error_text(error)}"
+        ) from error
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-NEVER = math.inf  # of a timer that was overdue and yet moved before it fired
+NEVER = math.inf  # delay of a timer that was overdue and rearmed before it fired
 
 
 class Answer(NamedTuple):
-    """How a plan or a part ended, and how long after its dispatch."""
+    """The event that ended a step or part, and the time from its dispatch."""
 
     took_s: float
     event: Event
@@ -95,10 +96,10 @@ class Answer(NamedTuple):
 
 @dataclass
 class Measured:
-    """What a live run's actors did not decide. Messages and timers are numbered in the order of their effects."""
+    """The inputs of a serving run. Messages and timers are numbered in the order of their effects."""
 
-    entries: list[Entry] = field(default_factory=list)  # the live run's own, with its effects: to compare with
-    given: list[tuple[float, WorkerId, Event]] = field(default_factory=list)  # from outside, at their times
+    entries: list[Entry] = field(default_factory=list)  # the serving run's events with their effects, to compare with
+    given: list[tuple[float, WorkerId, Event]] = field(default_factory=list)  # external events with their times
     steps: dict[tuple[WorkerId, int], Answer] = field(default_factory=dict)
     parts: dict[KVTransfer, Answer] = field(default_factory=dict)
     moves: dict[tuple[WorkerId, PageMove], Answer] = field(default_factory=dict)
@@ -111,21 +112,16 @@ class Measured:
 
 
 def between(began_s: float, ended_s: float) -> float:
-    """Seconds that lead from the one instant to the other exactly: began_s + between == ended_s, to the last bit."""
+    """Returns the seconds for which began_s + seconds == ended_s exactly, bit for bit."""
     took_s = ended_s - began_s
     while began_s + took_s != ended_s:
         took_s = math.nextafter(took_s, math.inf if began_s + took_s < ended_s else -math.inf)
     return took_s
 
 
-# ---------------------------------------------------------------------- what was measured
-
-
 def measure(header: Header, entries: Iterable[Recorded]) -> Measured:
-    """Durations of a journal whose actors are all in it.
-
-    Raises JournalError where its events do not lead to the effects on record.
-    """
+    """Returns the durations of a journal that has all of its actors. Raises JournalError if its events do not lead to
+    the recorded effects."""
     actors, stopwatch = actors_of(header), Stopwatch()
     for number, recorded in enumerate(entries, 1):
         effects = decide(actors, recorded, number)
@@ -140,7 +136,7 @@ class Stopwatch(Unheeded):
     """Pairs every effect with the event that answers it."""
 
     def __init__(self) -> None:
-        self.found, self._now_s = Measured(), 0.0
+        self.measured, self._now_s = Measured(), 0.0
         self._steps: dict[tuple[WorkerId, int], float] = {}
         self._parts: dict[KVTransfer, float] = {}
         self._moves: dict[tuple[WorkerId, PageMove], float] = {}
@@ -149,53 +145,53 @@ class Stopwatch(Unheeded):
         self._numbers = Numbers()
 
     def see(self, entry: Entry) -> None:
-        self.found.entries.append(entry)
+        self.measured.entries.append(entry)
         self._now_s = entry.at_s
-        if not self._answers(entry):
-            self.found.given.append((entry.at_s, entry.actor, entry.event))
+        if not self._record_answer(entry):
+            self.measured.given.append((entry.at_s, entry.actor, entry.event))
         for effect in entry.effects:
             interpret(entry.actor, effect, self)
 
     def stop(self) -> Measured:
-        """Timers that were due and had not fired when the record ends never fire."""
+        """Returns the measurements. Timers that were due and had not fired at the end of the journal never fire."""
         for (actor, key), (number, due_s) in self._armed.items():
-            if due_s <= self.found.end_s:
-                self.found.lateness_s[actor, key, number] = NEVER
-        return self.found
+            if due_s <= self.measured.end_s:
+                self.measured.lateness_s[actor, key, number] = NEVER
+        return self.measured
 
-    def _answers(self, entry: Entry) -> bool:
-        """Whether the event follows from an effect of the record; its duration is then noted."""
+    def _record_answer(self, entry: Entry) -> bool:
+        """Records the duration if the event follows from a recorded effect; returns False for an external event."""
         match entry.event:
             case StepDone(step_id) | EngineFailed(int() as step_id):
                 began_s = self._steps.pop((entry.actor, step_id), None)
                 if began_s is not None:
                     answer = Answer(between(began_s, entry.at_s), entry.event)
-                    self.found.steps[entry.actor, step_id] = answer
+                    self.measured.steps[entry.actor, step_id] = answer
                 return began_s is not None
             case KVArrived(transfer):
                 began_s = self._parts.pop(transfer, None)
                 if began_s is not None:
-                    self.found.parts[transfer] = Answer(between(began_s, entry.at_s), entry.event)
+                    self.measured.parts[transfer] = Answer(between(began_s, entry.at_s), entry.event)
                 return began_s is not None
             case PagesMoved(move):
                 began_s = self._moves.pop((entry.actor, move))
-                self.found.moves[entry.actor, move] = Answer(between(began_s, entry.at_s), entry.event)
+                self.measured.moves[entry.actor, move] = Answer(between(began_s, entry.at_s), entry.event)
                 return True
             case Received(sender, message):
-                return self._heard(sender, message, entry)
+                return self._message_received(sender, message, entry)
             case TimerFired(key):
                 number, due_s = self._armed.pop((entry.actor, key))
-                self.found.lateness_s[entry.actor, key, number] = between(due_s, entry.at_s)
+                self.measured.lateness_s[entry.actor, key, number] = between(due_s, entry.at_s)
                 return True
         return False
 
-    def _heard(self, sender: WorkerId, message: Message, entry: Entry) -> bool:
-        """Words of one pair arrive in the order in which they were said; others came from another process."""
+    def _message_received(self, sender: WorkerId, message: Message, entry: Entry) -> bool:
+        """Pairs a message with its sending, in order per pair of actors; others came from another process."""
         waiting = self._sent[sender, entry.actor]
         if not waiting or waiting[0][2] != message:
             return False
         number, sent_s, _ = waiting.popleft()
-        self.found.messages_s[sender, entry.actor, number] = between(sent_s, entry.at_s)
+        self.measured.messages_s[sender, entry.actor, number] = between(sent_s, entry.at_s)
         return True
 
     def run_step(self, actor: WorkerId, effect: RunStep) -> None:
@@ -215,7 +211,7 @@ class Stopwatch(Unheeded):
     def set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
         before = self._armed.get((actor, effect.key))
         if before is not None and before[1] <= self._now_s:
-            self.found.lateness_s[actor, effect.key, before[0]] = NEVER
+            self.measured.lateness_s[actor, effect.key, before[0]] = NEVER
         self._armed[actor, effect.key] = self._numbers.next(actor, effect.key), effect.at_s
 
 
@@ -229,11 +225,8 @@ class Numbers:
         return next(self._counts[one, other])
 
 
-# ---------------------------------------------------------------------- the simulator, on these durations
-
-
 class Rerun(Simulation):
-    """A cluster in virtual time whose durations and tokens are a live run's. Compares as it goes."""
+    """A simulated cluster with the durations and tokens of a serving run, compared event by event."""
 
     def __init__(self, header: Header, measured: Measured) -> None:
         super().__init__(header.workers, header.router, message_s=0.0)
@@ -243,41 +236,43 @@ class Rerun(Simulation):
             self._at(at_s, actor, event)
 
     def compare(self) -> int:
-        """The number of events, each with the same effects as live. Raises JournalError at the first that differs."""
-        nobody = Trace(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
-        self._run(nobody, until_s=self.measured.end_s)
+        """Returns the number of events, all with the recorded effects. Raises JournalError at the first difference."""
+        no_requests = Trace(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._run(no_requests, until_s=self.measured.end_s)
         live = self.measured.entries
         if self.events < len(live):
-            raise JournalError(f"event {self.events + 1} does not happen here; live it was {said(live[self.events])}")
+            raise JournalError(
+                f"event {self.events + 1} does not happen here; live it was {describe_entry(live[self.events])}"
+            )
         return self.events
 
     def _deliver(self, actor: WorkerId, event: Event) -> None:
         if isinstance(event, Submit):
             self.requests.book(event.request, self.now_s)
         effects = (self.router if actor == ROUTER else self.workers[actor]).handle(event, self.now_s)
-        self._same(Entry(self.now_s, actor, event, effects))
+        self._compare_entry(Entry(self.now_s, actor, event, effects))
         self.events += 1
         for effect in effects:
             interpret(actor, effect, self)
 
-    def _same(self, here: Entry) -> None:
+    def _compare_entry(self, here: Entry) -> None:
         number, live = self.events + 1, self.measured.entries
         if number > len(live):
-            raise JournalError(f"event {number} happens here alone: {said(here)}")
+            raise JournalError(f"event {number} happens here alone: {describe_entry(here)}")
         there = live[number - 1]
         if (here.at_s, here.actor, here.event) != (there.at_s, there.actor, there.event):
-            raise JournalError(f"event {number}\nlive {said(there)}\nhere {said(here)}")
+            raise JournalError(f"event {number}\nlive {describe_entry(there)}\nhere {describe_entry(here)}")
         if here.effects != there.effects:
-            raise JournalError(f"event {number}, {said(here)}\n{first_difference(there.effects, here.effects)}")
-
-    # ------------------------------------------------------------ durations
+            raise JournalError(
+                f"event {number}, {describe_entry(here)}\n{first_difference(there.effects, here.effects)}"
+            )
 
     def reshape(self, actor: WorkerId, effect: Reshape) -> None:
-        """Its end is among what came from outside."""
+        """Does nothing: the end of a role change is an external event."""
 
     def send(self, actor: WorkerId, effect: Send) -> None:
         took_s = self.measured.messages_s.get((actor, effect.to, self._numbers.next(actor, effect.to)))
-        if took_s is not None:  # else it had not been heard when the record ended, or went to another process
+        if took_s is not None:  # otherwise it was not received before the journal ended, or went to another process
             self._at(self.now_s + took_s, effect.to, Received(actor, effect.message))
 
     def set_timer(self, actor: WorkerId, effect: SetTimer) -> None:
@@ -290,43 +285,43 @@ class Rerun(Simulation):
     def run_step(self, actor: WorkerId, effect: RunStep) -> None:
         plan = effect.plan
         for transfer in effect.ships:
-            self._leave(transfer)
+            self._send_part(transfer)
         answer = self.measured.steps.get((actor, plan.step_id))
         if answer is None:
-            return  # still running when the record ended
+            return  # still running when the journal ended
         event = answer.event
         if isinstance(event, StepDone) and plan.decode is not None:
-            drawn = dict(event.decode)
-            event = replace(event, decode=tuple((slot, drawn[slot]) for slot in plan.decode.active))
+            sampled = dict(event.decode)
+            event = replace(event, decode=tuple((slot, sampled[slot]) for slot in plan.decode.active))
         self._at(self.now_s + answer.took_s, actor, event)
 
     def ship(self, actor: WorkerId, effect: ShipKV) -> None:
-        self._leave(effect.transfer)
+        self._send_part(effect.transfer)
 
     def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
         answer = self.measured.moves.get((actor, effect.move))
         if answer is not None:
             self._at(self.now_s + answer.took_s, actor, answer.event)
 
-    def _leave(self, transfer: KVTransfer) -> None:
+    def _send_part(self, transfer: KVTransfer) -> None:
         answer = self.measured.parts.get(transfer)
         if answer is not None:
             self._at(self.now_s + answer.took_s, transfer.destination, answer.event)
 
 
 def rerun(header: Header, entries: Iterable[Recorded]) -> Measured:
-    """Runs a journal again in virtual time; what was measured of it. Raises JournalError where anything differs."""
+    """Reruns a journal in virtual time and returns its measurements. Raises JournalError at a difference."""
     measured = measure(header, entries)
     Rerun(header, measured).compare()
     return measured
 
 
-def said(entry: Entry) -> str:
+def describe_entry(entry: Entry) -> str:
     return f"at {entry.at_s} s, {entry.actor}: {encode(entry.event)}"
 
 
 def first_difference(live: Sequence[Effect], here: Sequence[Effect]) -> str:
-    """The first pair of effects that are not equal; "nothing" where one side has no more."""
+    """Returns the first unequal pair of effects; "nothing" if one side has no more."""
     size = max(len(live), len(here))
     rows = [[*map(encode, effects), *["nothing"] * (size - len(effects))] for effects in (live, here)]
     index = next(index for index in range(size) if rows[0][index] != rows[1][index])

@@ -1,7 +1,7 @@
-"""A cluster whose workers change their roles: by an autoscaler, or when they are told; each flip costs what it costs.
+"""A simulated cluster whose workers change roles, by an autoscaler or on command, with the costs of each change.
 
-A worker leaves as live: it ends what it has, or what is left goes elsewhere after `drain_s`; then its weights are cut
-anew and programs are made ready, which takes `reshape_s`, and it joins.
+A worker leaves its role as in serving: it finishes its requests, or what is left moves to other workers after
+`drain_s`. Then its weights are resharded and its programs prepared, which takes `reshape_s`, and it joins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ENDS = (Standing.LEAVING.value, Standing.SERVING.value)
 
 @dataclass(frozen=True, slots=True)
 class FlipCosts:
-    """Seconds: until what runs there is taken elsewhere, and of the machine's change."""
+    """The seconds of a role change: the drain until requests are moved away, and the reshard of the worker."""
 
     drain_s: float = 10.0
     reshape_s: float = 5.0
@@ -48,7 +48,7 @@ class FlipCosts:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the autoscaler saw at one look, and what it asked for."""
+    """The autoscaler's observation and decisions at one evaluation."""
 
     at_s: float
     load: Load | None
@@ -58,18 +58,18 @@ class Look:
 
 
 def same_sizes(config: WorkerConfig, role: Role) -> WorkerConfig:
-    """The worker in another role, on the same devices with as many pages."""
+    """Returns the worker's configuration in another role, with the same devices and number of pages."""
     return replace(config, role=role)
 
 
-def nothing_else(worker: WorkerId) -> frozenset[Role]:
-    """Of workers that keep their roles: what the load asks for is told all the same."""
+def keeps_role(worker: WorkerId) -> frozenset[Role]:
+    """Returns no other role: the autoscaler still computes the roles that the load asks for."""
     return frozenset()
 
 
 class ScaledCluster(Cluster):
-    """`scaling` None: roles change only by `flip`. `becomes`: a worker's sizes in another role; `can_be`: which those
-    are."""
+    """A cluster with role changes. `scaling` None: roles change only by `flip`. `becomes`: a worker's configuration in
+    another role. `can_be`: the roles that a worker may take."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ScaledCluster(Cluster):
         self.flip_costs, self.becomes = flip_costs, becomes
         self.scaler = None if scaling is None else RoleScaler(scaling, workers, can_be)
         self.looks: list[Look] = []
-        self.away_s: dict[WorkerId, list[float]] = {}  # of each change: when it was asked for, and when it joined
+        self.away_s: dict[WorkerId, list[float]] = {}  # times of each change: requested, returned
         self._numbers = count(1)
 
     def _run(self, trace: Trace, *args: Any, **named: Any) -> None:
@@ -94,37 +94,35 @@ class ScaledCluster(Cluster):
         super()._run(trace, *args, **named)
 
     def flip(self, worker: WorkerId, role: Role) -> None:
-        """Now, as an operator would."""
+        """Changes the worker's role now, as an operator would."""
         config = self.becomes(self.workers[worker].config, role)
         self._at(self.now_s, ROUTER, ChangeRole(worker, next(self._numbers), config, self.flip_costs.drain_s))
-
-    # ------------------------------------------------------------ what the autoscaler observes
 
     def _deliver(self, actor: WorkerId, event: Event) -> None:
         if actor == AUTOSCALER:
             self._look(event)
             return
-        self._observed(actor, event)
+        self._observe(actor, event)
         super()._deliver(actor, event)
 
-    def _observed(self, actor: WorkerId, item: Any) -> None:
+    def _observe(self, actor: WorkerId, item: Any) -> None:
         if self.scaler is not None:
             self.scaler.observe(actor, item, self.now_s)
 
     def send(self, actor: WorkerId, effect: Send) -> None:
-        self._observed(actor, effect)
+        self._observe(actor, effect)
         super().send(actor, effect)
 
     def emit(self, actor: WorkerId, effect: EmitTokens) -> None:
-        self._observed(actor, effect)
+        self._observe(actor, effect)
         super().emit(actor, effect)
 
     def finish(self, actor: WorkerId, effect: Finish) -> None:
-        self._observed(actor, effect)
+        self._observe(actor, effect)
         super().finish(actor, effect)
 
     def reject(self, actor: WorkerId, effect: Reject) -> None:
-        self._observed(actor, effect)
+        self._observe(actor, effect)
         super().reject(actor, effect)
 
     def _look(self, event: Event) -> None:
@@ -137,47 +135,46 @@ class ScaledCluster(Cluster):
             self.flip(flip.worker, flip.role)
         self._queue.set_timer(self.now_s + LOOK_S, AUTOSCALER, "look")
 
-    # ------------------------------------------------------------ what a flip costs
-
     def stands(self, actor: WorkerId, effect: WorkerStands) -> None:
-        self._observed(actor, effect)
+        self._observe(actor, effect)
         if effect.standing in ENDS and not effect.refused:
             self.away_s.setdefault(effect.worker, []).append(self.now_s)
 
     def reshape(self, actor: WorkerId, effect: Reshape) -> None:
-        """Its devices are others from now on; programs that it had are of no use."""
+        """Starts the worker's new devices; its old programs are dropped."""
         self.devices[actor] = Device(effect.config)
         self._steps.foreseen.pop(actor, None)
         self._at(self.now_s + self.flip_costs.reshape_s, actor, Reshaped(effect.config))
 
 
 def scaled(given: ClusterSpec, scaling: Scaling, costs: FlipCosts, *, flips: bool, **named: Any) -> ScaledCluster:
-    """The cluster of a spec with an autoscaler, which flips workers or only tells. Raises ConfigError for workers whose
-    prices in another role nobody knows."""
+    """Returns the cluster of a spec with an autoscaler, which changes roles or only reports. Raises ConfigError for
+    workers whose costs in another role are unknown."""
     if given.slowdown or given.tiers is not None:
         raise ConfigError("--autoscale: neither shared cores nor tiers are simulated beside it: leave out one")
     cuts = {config.worker: (config.num_microbatches, config.num_pages) for config in given.workers}
     if flips and len(set(cuts.values())) > 1:
-        (one, mine), (other, theirs) = sorted(cuts.items(), key=lambda each: each[1])[:: len(cuts) - 1]
-        sizes = f"{one} has {mine[0]} stages and {mine[1]} pages, {other} {theirs[0]} and {theirs[1]}"
+        (first, first_size), (second, second_size) = sorted(cuts.items(), key=lambda each: each[1])[:: len(cuts) - 1]
+        sizes = f"{first} has {first_size[0]} stages and {first_size[1]} pages"
+        sizes += f", {second} {second_size[0]} and {second_size[1]}"
         raise ConfigError(f"--autoscale=flip: {sizes}; give all workers of --mesh as many devices, without pp")
-    told: dict[str, Any] = {"can_be": (lambda worker: ALL_ROLES) if flips else nothing_else}
+    options: dict[str, Any] = {"can_be": (lambda worker: ALL_ROLES) if flips else keeps_role}
     if given.in_role is not None:
-        told["becomes"] = given.in_role
-    named = {"message_s": given.message_s, "latency_s": given.latency_s, **told, **named}
+        options["becomes"] = given.in_role
+    named = {"message_s": given.message_s, "latency_s": given.latency_s, **options, **named}
     return ScaledCluster(given.workers, given.costs, given.links, scaling=scaling, flip_costs=costs, **named)
 
 
 def flips_of(cluster: ScaledCluster) -> list[tuple[float, Flip]]:
-    """What was asked for, and when."""
+    """Returns the requested role changes with their times."""
     return [(look.at_s, flip) for look in cluster.looks for flip in look.flips]
 
 
-def scaling_told(cluster: ScaledCluster) -> str:
-    """What the autoscaler did, and what it would have at the end."""
+def describe_scaling(cluster: ScaledCluster) -> str:
+    """Returns a sentence about the autoscaler's role changes and the workers it asks for at the end."""
     assert cluster.scaler is not None
-    asked, wanted = flips_of(cluster), cluster.scaler.autoscaler.desired()
-    flips = ", ".join(f"{flip.worker} to {flip.role} at {at_s:,.0f} s" for at_s, flip in asked[:8])
-    more = f" and {len(asked) - 8} more" * (len(asked) > 8)
+    flips_made, wanted = flips_of(cluster), cluster.scaler.autoscaler.desired()
+    flips = ", ".join(f"{flip.worker} to {flip.role} at {at_s:,.0f} s" for at_s, flip in flips_made[:8])
+    more = f" and {len(flips_made) - 8} more" * (len(flips_made) > 8)
     total = "" if wanted is None else f"; the load asks for {wanted.prefill} prefill and {wanted.decode} decode workers"
-    return f"autoscaler: {len(asked)} flips" + (f" ({flips}{more})" if asked else "") + total
+    return f"autoscaler: {len(flips_made)} flips" + (f" ({flips}{more})" if flips_made else "") + total

@@ -1,8 +1,8 @@
-"""A cluster whose devices share one machine's cores and memory: each that works holds the others up.
+"""A cluster whose devices share one machine's cores and memory: each running device slows the others.
 
 A part of a plan that would take s seconds alone takes s x (1 + the sum of slowdown[its phase][theirs] over all other
-devices at work), changed whenever one begins or ends. This is the simplest rule that is true of what was measured: one
-device beside one other. That the slowdowns of several add up is assumed. Every pipeline stage is a device.
+running devices), updated whenever one starts or ends. This is the simplest rule that agrees with the measurements,
+which are of one device beside one other; that several slowdowns add up is assumed. Every pipeline stage is a device.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from jdisagg.sim.links import NETWORK, PartPacked
 from jdisagg.sim.tiers import SimulatedTiers
 
 PREFILL, DECODE = PHASES
-Slowdown = Mapping[str, Mapping[str, float]]  # by phase, and the phase of another device at work
+Slowdown = Mapping[str, Mapping[str, float]]  # by phase, and the phase of another running device
 Stage = tuple[WorkerId, int]
 
 
 @dataclass(frozen=True, slots=True)
 class PartDue:
-    """Some device may be through with what it does; of an earlier state of the machine it is void."""
+    """An event: a device may have finished its part; it is ignored if the cores' state has changed since."""
 
     version: int
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A plan's way through stages: `parts` are (stage, seconds alone), `on_progress` is called at each end."""
+    """A plan's way through stages: `parts` are (stage, seconds alone); `on_progress` is called at each end."""
 
     phase: str
     parts: Sequence[tuple[Stage, float]]
     on_progress: Callable[[Job], None]
-    after: Job | None = None  # that must have ended before this one begins
+    after: Job | None = None  # job that must end before this one starts
     done: int = 0
     began_s: float = 0.0
-    left_s: float = 0.0  # of the present part, alone
-    rate: float = 1.0  # seconds of it a second
-    end_s: float = 0.0  # of the present part, if nothing changes
+    left_s: float = 0.0  # of the current part, if alone
+    rate: float = 1.0  # seconds of the part per second
+    end_s: float = 0.0  # of the current part, if nothing changes
 
     @property
-    def ended(self) -> bool:
+    def is_ended(self) -> bool:
         return self.done == len(self.parts)
 
 
 class SharedCores:
-    """Devices that take their parts in order, and the rates at which all that is under way goes on."""
+    """Devices that run their parts in order, and the rates of all running parts."""
 
     def __init__(self, slowdown: Slowdown) -> None:
         self.slowdown = slowdown
@@ -71,13 +71,13 @@ class SharedCores:
         self._share(now_s)
 
     def finish(self, now_s: float) -> None:
-        """Ends the parts that are due, and lets what waited begin."""
+        """Ends the parts that are due and starts those that waited for them."""
         self._pass(now_s)
         for stage, job in [*self.running.items()]:
             if job.end_s <= now_s:
                 del self.running[stage]
                 job.done += 1
-                if not job.ended:
+                if not job.is_ended:
                     self._queue(job, at_head=job.parts[job.done][0] == stage)
                 job.on_progress(job)
         self._share(now_s)
@@ -98,20 +98,20 @@ class SharedCores:
     def _share(self, now_s: float) -> None:
         self._pass(now_s)
         for stage, queue in self._queues.items():
-            if queue and stage not in self.running and (queue[0].after is None or queue[0].after.ended):
+            if queue and stage not in self.running and (queue[0].after is None or queue[0].after.is_ended):
                 job = self.running[stage] = queue.popleft()
                 job.left_s, job.after = job.parts[job.done][1], None
                 job.began_s = now_s if job.done == 0 else job.began_s
         for job in self.running.values():
-            job.rate = 1.0 / (1.0 + sum(self._held_up(job, other) for other in self.running.values()))
+            job.rate = 1.0 / (1.0 + sum(self._slowdown_by(job, other) for other in self.running.values()))
             job.end_s = now_s + job.left_s / job.rate
 
-    def _held_up(self, job: Job, other: Job) -> float:
+    def _slowdown_by(self, job: Job, other: Job) -> float:
         return 0.0 if job is other else self.slowdown.get(job.phase, {}).get(other.phase, 0.0)
 
 
 class SharedCluster(Cluster):
-    """As `Cluster`, with all workers' stages on one machine."""
+    """A `Cluster` with all workers' stages on one machine."""
 
     def __init__(
         self, workers: Sequence[WorkerConfig], costs: Mapping[WorkerId, CostModel], *rest: Any, slowdown: Slowdown,
@@ -145,36 +145,37 @@ class SharedCluster(Cluster):
             self._next_due()
 
     def _begin_step(self, actor: WorkerId, effect: RunStep) -> None:
-        """A prefill worker without stages takes its layer groups one by one; parts of each leave when it is done."""
+        """Starts a step. A prefill worker without stages runs its layer groups one by one and sends each group's KV at
+        its end."""
         plan, config = effect.plan, self.workers[actor].config
-        seconds, waiting = (
+        seconds, unsent = (
             self.devices[actor].step_s(plan, self.costs[actor]),
             sorted(effect.ships, key=last_layer),
         )
         parts, ends = self._stages(actor, seconds), [stop for _, stop in config.layer_groups]
-        if waiting and len(ends) > 1 and config.pipeline_stages == 1:
+        if unsent and len(ends) > 1 and config.pipeline_stages == 1:
             parts = [((actor, 0), seconds / len(ends)) for _ in ends]
 
         def on_progress(job: Job) -> None:
-            while waiting and (job.ended or last_layer(waiting[0]) <= ends[job.done - 1]):
-                self._leave(waiting.pop(0))
-            if job.ended:
+            while unsent and (job.is_ended or last_layer(unsent[0]) <= ends[job.done - 1]):
+                self._send_part(unsent.pop(0))
+            if job.is_ended:
                 self._ended(actor, plan, job)
                 self._at(self.now_s, actor, self._stops.done(actor, plan))
 
         if plan.decode is None:
             self._start(Job(PREFILL, parts, on_progress))
             return
-        before = self._last_step.get((actor, plan.decode.microbatch))
-        job = self._last_step[actor, plan.decode.microbatch] = Job(DECODE, parts, on_progress, before)
+        previous = self._last_step.get((actor, plan.decode.microbatch))
+        job = self._last_step[actor, plan.decode.microbatch] = Job(DECODE, parts, on_progress, previous)
         self._start(job)
 
     def ship(self, actor: WorkerId, effect: ShipKV) -> None:
-        """Packed in program order: after the plans that the device has already."""
+        """Sends KV in program order, after the plans that the device already has."""
         stage, _ = self._stages(actor, 0.0)[-1]
-        self._start(Job(PREFILL, [(stage, 0.0)], lambda _: self._leave(effect.transfer)))
+        self._start(Job(PREFILL, [(stage, 0.0)], lambda _: self._send_part(effect.transfer)))
 
-    def _leave(self, transfer: KVTransfer) -> None:
+    def _send_part(self, transfer: KVTransfer) -> None:
         self._at(self.now_s, NETWORK, PartPacked(transfer))
 
     def _ended(self, actor: WorkerId, plan: StepPlan, job: Job) -> None:
@@ -183,8 +184,8 @@ class SharedCluster(Cluster):
 
 
 def simulated(given: ClusterSpec, **named: Any) -> Cluster:
-    """The cluster of a spec; `named` is what `Cluster` takes besides. Raises ConfigError for costs that do not know a
-    mixed step, where a worker mixes."""
+    """Returns the cluster of a spec; `named` are further arguments of `Cluster`. Raises ConfigError if a
+    worker mixes steps and its costs do not know mixed steps."""
     for config in given.workers:
         cost = given.costs[config.worker]
         if config.mixed_steps and not isinstance(cost, MixedCostModel):

@@ -1,8 +1,8 @@
-"""Virtual time: the very router and workers that serve, a queue of what is to happen, and clients that ask.
+"""A simulation in virtual time: the serving router and workers, an event queue, and clients.
 
-How long anything takes is said by who inherits from here. No tokens are computed: a prompt is a length, a drawn token
-is always the same, and every output ends by its max_tokens. Equal inputs give equal outcomes, event for event: nothing
-here draws lots. Pages have names where the trace has, and workers that keep pages find them again.
+Subclasses define how long anything takes. No tokens are computed: a prompt is a length, a sampled token is always
+the same, and every output ends by its max_tokens. Equal inputs give equal outcomes, event for event, without
+randomness. Pages have hashes if the trace has, and workers with prefix caching find them again.
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ from jdisagg.sim.outcome import SLO, Record
 from jdisagg.sim.stops import STOP_TOKEN
 from jdisagg.sim.traces import Trace
 
-# What workers did and held, over virtual time: spans for a Gantt, counts of pages for a curve.
+# The work of the workers and their page use over virtual time: spans for a Gantt chart, page counts for a curve.
 #
-# A cluster that is given a `SpanLog` writes into it; without one it records nothing. Decode steps that follow
-# each other without a gap and with the same batch are one span, so that a log grows with changes and not with
-# steps.
+# A cluster with a `SpanLog` writes into it; without one it records nothing. Decode steps without a gap and with the
+# same batch are one span, so that a log grows with changes and not with steps.
 
-SAME_INSTANT_S = 1e-9  # gaps up to this are sums of floats, not idleness
+SAME_INSTANT_S = 1e-9  # gaps up to this are rounding errors of float sums
 
 
 class Work(StrEnum):
@@ -66,7 +65,7 @@ class Work(StrEnum):
 
 @dataclass(slots=True)
 class WorkSpan:
-    """One thing that a worker did. amount: prompt tokens, slots of a step, or KV tokens."""
+    """One piece of work of a worker. `amount`: prompt tokens, slots of a step, or KV tokens."""
 
     worker: WorkerId
     work: Work
@@ -75,13 +74,13 @@ class WorkSpan:
     amount: int
 
     def continues(self, later: WorkSpan) -> bool:
-        """Whether `later` is more of the same decoding."""
-        alike = self.work is later.work is Work.DECODE and self.amount == later.amount
-        return alike and later.start_s - self.done_s <= SAME_INSTANT_S
+        """Returns True if `later` continues the same decode batch without a gap."""
+        is_same_batch = self.work is later.work is Work.DECODE and self.amount == later.amount
+        return is_same_batch and later.start_s - self.done_s <= SAME_INSTANT_S
 
 
 class Place(StrEnum):
-    """Where KV lies. A page that lies in two places is in both."""
+    """Locations of KV. A page that is in two locations counts in both."""
 
     IN_USE = "HBM, in use"
     KEPT = "HBM, kept"
@@ -90,20 +89,20 @@ class Place(StrEnum):
     POOL = "pool"
 
 
-Curve = list[tuple[float, int]]  # (at_s, how many from then on), an entry a change
+Curve = list[tuple[float, int]]  # (at_s, count from then on), one entry per change
 
 
 @dataclass(slots=True)
 class SpanLog:
-    """Spans in order of their dispatch; taken pages of each worker; tokens by where they lie, of workers that keep any;
-    and tokens that came to HBM from below, or from another worker."""
+    """Work spans in order of dispatch, and page use. `pages`: used pages of each worker. `lies`: tokens by location, of
+    workers that keep any. `came`: tokens loaded into HBM from a lower tier or from another worker."""
 
     spans: list[WorkSpan] = field(default_factory=list)
     pages: dict[WorkerId, Curve] = field(default_factory=dict[WorkerId, Curve])
     lies: dict[tuple[WorkerId, Place], Curve] = field(default_factory=dict[tuple[WorkerId, Place], Curve])
     came: list[tuple[float, Tier, int]] = field(default_factory=list[tuple[float, Tier, int]])  # (at_s, from, tokens)
     num_pages: dict[WorkerId, int] = field(default_factory=dict)
-    _last: dict[WorkerId, WorkSpan] = field(default_factory=dict)  # of the worker's devices
+    _last: dict[WorkerId, WorkSpan] = field(default_factory=dict)  # last span of the worker's devices
 
     def did(self, span: WorkSpan) -> None:
         last = self._last.get(span.worker)
@@ -115,18 +114,18 @@ class SpanLog:
             self._last[span.worker] = span
 
     def held(self, worker: WorkerId, at_s: float, pages: int, num_pages: int) -> None:
-        """pages: that are not free, of `num_pages`."""
+        """Records the number of pages that are not free, out of `num_pages`."""
         self.num_pages[worker] = num_pages
         _add(self.pages.setdefault(worker, []), at_s, pages)
 
     def lie(self, worker: WorkerId, at_s: float, tokens: Mapping[Place, int]) -> None:
-        """tokens: that the worker has in each of these places, or the pool where it is the worker."""
+        """Records the tokens of the worker in each of these locations; `worker` may be the shared pool."""
         for place, count in tokens.items():
             _add(self.lies.setdefault((worker, place), []), at_s, count)
 
     @property
     def workers(self) -> list[WorkerId]:
-        """All that did or held anything, in the order of their names."""
+        """Returns all workers with any record, ordered by name."""
         return sorted({*self.num_pages, *(span.worker for span in self.spans)})
 
     def of(self, worker: WorkerId) -> Iterable[WorkSpan]:
@@ -142,15 +141,15 @@ def _add(curve: Curve, at_s: float, count: int) -> None:
         curve.append((at_s, count))
 
 
-# The requests of a simulated run: those still to come, and what became of the others.
+# The requests of a simulated run: those still to come, and the records of the others.
 
 
 def requests_of(trace: Trace) -> Iterator[Request]:
-    """The trace's rows as requests, named by their place in it."""
+    """Yields the trace's rows as requests, named by their index."""
     sizes = zip(trace.arrival_s.tolist(), trace.input_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
     for index, ((arrival_s, _, outputs), prompt) in enumerate(zip(sizes, _prompts(trace), strict=True)):
-        words = cast(tuple[int, ...], prompt)  # the actors only slice, join, measure it, and ask what its pages are
-        yield Request(RequestId(f"r{index:07d}"), words, SamplingParams(max_tokens=outputs), arrival_s)
+        tokens = cast(tuple[int, ...], prompt)  # actors only slice, join, measure it and read its page hashes
+        yield Request(RequestId(f"r{index:07d}"), tokens, SamplingParams(max_tokens=outputs), arrival_s)
 
 
 def _prompts(trace: Trace) -> Iterator[SimulatedSequence]:
@@ -160,32 +159,32 @@ def _prompts(trace: Trace) -> Iterator[SimulatedSequence]:
 
 
 class Requests:
-    """Of an open loop they come at the trace's times; of a closed one when another has ended, and `think_s` later."""
+    """The requests of a run: an open loop arrives at the trace's times, a closed one `think_s` after another ended."""
 
     def __init__(self) -> None:
         self.records: dict[RequestId, Record] = {}
         self.closed, self.think_s = False, 0.0
-        self.asks: SLO | None = None  # what each states as its objectives
-        self.limit = 0  # output tokens that each asks for where its length is not foreseen; 0: it is
-        self.lengths: dict[RequestId, int] = {}  # then, how long each turns out
-        self._coming: Iterator[Request] = iter(())
+        self.stated_objectives: SLO | None = None  # objectives that each request states
+        self.limit = 0  # output tokens each request asks for if its length is unknown; 0: its length
+        self.lengths: dict[RequestId, int] = {}  # the real length of each in that case
+        self._trace_requests: Iterator[Request] = iter(())
 
     def begin(self, trace: Trace, closed: bool, think_s: float) -> None:
-        self._coming, self.closed, self.think_s = requests_of(trace), closed, think_s
+        self._trace_requests, self.closed, self.think_s = requests_of(trace), closed, think_s
 
     def next(self, at_s: float) -> Request | None:
-        """The next one, booked; of a closed loop it arrives at `at_s`."""
-        request = next(self._coming, None)
+        """Returns the next request and records it; in a closed loop it arrives at `at_s`."""
+        request = next(self._trace_requests, None)
         if request is None:
             return None
         request = replace(request, arrival_s=at_s) if self.closed else request
-        if self.asks is not None:
-            request = replace(request, ttft_s=self.asks.ttft_s, tpot_s=self.asks.tpot_s)
+        if self.stated_objectives is not None:
+            request = replace(request, ttft_s=self.stated_objectives.ttft_s, tpot_s=self.stated_objectives.tpot_s)
         self.book(request, request.arrival_s)
-        return self._unforeseen(request) if self.limit else request
+        return self._with_unknown_length(request) if self.limit else request
 
-    def _unforeseen(self, request: Request) -> Request:
-        """It asks for up to the limit, and ends by a stop."""
+    def _with_unknown_length(self, request: Request) -> Request:
+        """Makes the request ask for up to the limit and end by a stop token."""
         length = self.lengths[request.request_id] = request.sampling.max_tokens
         limited = replace(request.sampling, max_tokens=max(self.limit, length), stop_token_ids=(STOP_TOKEN,))
         return replace(request, sampling=limited)
@@ -197,9 +196,9 @@ class Requests:
     def emit(self, effect: EmitTokens, now_s: float) -> None:
         record = self.records[effect.request_id]
         assert not record.ends, f"{effect.request_id} got tokens after its end"
-        if not record.told_tokens:
+        if not record.emitted_tokens:
             record.first_s = now_s
-        record.told_tokens += len(effect.delta.sampled)
+        record.emitted_tokens += len(effect.delta.sampled)
         record.last_s = now_s
 
     def end(self, effect: Finish | Reject, now_s: float) -> None:
@@ -212,18 +211,18 @@ class Requests:
             record.prefill_worker, record.decode_worker = effect.prefill_worker or "", effect.decode_worker or ""
 
     def check_all_ended(self) -> None:
-        """Asserts that each ended once."""
-        wrong = [record for record in self.records.values() if record.ends != 1]
-        assert not wrong, f"{wrong[0].request_id} ended {wrong[0].ends} times"
+        """Asserts that each request ended exactly once."""
+        not_once = [record for record in self.records.values() if record.ends != 1]
+        assert not not_once, f"{not_once[0].request_id} ended {not_once[0].ends} times"
 
 
-# Events to come, by their times and then in the order of their pushing.
+# Future events, ordered by time and then by insertion.
 
 Timed = tuple[float, int, WorkerId, Any]
 
 
 class EventQueue:
-    """Timers lie apart: where all is over, those that are left are of no concern."""
+    """A queue of events. Timers are kept apart: once all work is over, the remaining timers are ignored."""
 
     def __init__(self) -> None:
         self._heap: list[Timed] = []
@@ -235,16 +234,16 @@ class EventQueue:
         heapq.heappush(self._heap, (at_s, next(self._ties), actor, event))
 
     def push_first(self, at_s: float, actor: WorkerId, event: Any) -> None:
-        """Before all else of its instant."""
+        """Inserts an event before all others of its instant."""
         heapq.heappush(self._heap, (at_s, -1, actor, event))
 
     def set_timer(self, at_s: float, actor: WorkerId, key: str) -> None:
-        """One timer a key: it replaces what was set before."""
+        """Sets the actor's timer `key`, replacing an earlier one."""
         self.arm(at_s, actor, key)
         heapq.heappush(self._timers, (at_s, next(self._ties), actor, TimerFired(key)))
 
     def arm(self, at_s: float, actor: WorkerId, key: str) -> None:
-        """The timer counts only if it fires at that time; whoever arms it apart from `set_timer` pushes it as well."""
+        """Makes the timer count only if it fires at `at_s`. Callers other than `set_timer` must also push its event."""
         self._armed[actor, key] = at_s
 
     def is_armed(self, at_s: float, actor: WorkerId, key: str) -> bool:
@@ -254,7 +253,7 @@ class EventQueue:
         del self._armed[actor, key]
 
     def forget(self, which: Callable[[WorkerId, Any], bool]) -> None:
-        """Nothing of these happens any more."""
+        """Removes all events that `which(actor, event)` selects."""
         for queue in (self._heap, self._timers):
             queue[:] = [each for each in queue if not which(each[2], each[3])]
             heapq.heapify(queue)
@@ -263,7 +262,7 @@ class EventQueue:
                 del self._armed[actor, key]
 
     def pop(self, until_s: float, is_over: Callable[[], bool]) -> tuple[float, WorkerId, Any] | None:
-        """The next thing to happen until then; None where nothing does, or only timers are left and all is over."""
+        """Returns the next event until then; None if there is none, or if only timers are left and all work is over."""
         heap, timers = self._heap, self._timers
         if heap and (not timers or heap[0] < timers[0]):
             first = heap
@@ -278,7 +277,7 @@ class EventQueue:
 
 
 class Simulation:
-    """Runs the actors. Messages take `message_s`; steps and transfers what the class that inherits says."""
+    """Runs the actors. Messages take `message_s`; subclasses define the times of steps and transfers."""
 
     def __init__(self, workers: Sequence[WorkerConfig], router: RouterConfig, message_s: float) -> None:
         self.router = Router(router, workers)
@@ -287,13 +286,11 @@ class Simulation:
         self.requests, self._queue = Requests(), EventQueue()
 
     def _catch_up_all(self, at_s: float) -> bool:
-        """What ended by `at_s` without an event of its own is told now; whether there was anything."""
+        """Delivers what ended by `at_s` without an event of its own. Returns True if there was anything."""
         return False
 
-    # ------------------------------------------------------------ running
-
     def _run(self, trace: Trace, until_s: float = math.inf, clients: int = 0, think_s: float = 0.0) -> None:
-        """Until all requests have ended and nothing is left to happen, or until `until_s`."""
+        """Runs until all requests have ended and no event is left, or until `until_s`."""
         caches = any(worker.config.prefix_caching for worker in self.workers.values())
         self.requests.begin(trace if caches else trace.unnamed(), clients > 0, think_s)
         for _ in range(max(1, clients)):
@@ -303,13 +300,13 @@ class Simulation:
                 continue
 
     def _run_until(self, until_s: float) -> bool:
-        """Whatever happens until then; False where nothing does."""
-        happened = False
-        while (found := self._queue.pop(until_s, self._all_over)) is not None:
-            self.now_s, actor, event = found
+        """Handles events until then; returns False if there were none."""
+        handled = False
+        while (next_event := self._queue.pop(until_s, self._all_over)) is not None:
+            self.now_s, actor, event = next_event
             self._take(actor, event)
-            happened = True
-        return happened
+            handled = True
+        return handled
 
     def _all_over(self) -> bool:
         return not self.router.rows and all(worker.idle for worker in self.workers.values())
@@ -318,9 +315,9 @@ class Simulation:
         kind = type(event)
         if kind is TimerFired:
             if not self._queue.is_armed(self.now_s, actor, event.key):
-                return  # moved since
+                return  # rearmed since
             if actor == ROUTER and event.key != CAPACITY_TIMER and self._catch_up_all(self.now_s - self.message_s):
-                self._at(self.now_s, actor, event)  # whether a token is late depends on all that were told before
+                self._at(self.now_s, actor, event)  # a token's lateness depends on everything delivered before
                 return
             self._queue.disarm(actor, event.key)
         elif kind is Submit and not self.requests.closed:
@@ -336,12 +333,10 @@ class Simulation:
         self._queue.push(at_s, actor, event)
 
     def _next_arrival(self, after_s: float = 0.0) -> None:
-        """Only the next request is in the queue, however long the trace."""
+        """Queues the next request only, however long the trace is."""
         request = self.requests.next(self.now_s + after_s)
         if request is not None:
             self._at(request.arrival_s, ROUTER, Submit(request))
-
-    # ------------------------------------------------------------ effects
 
     def send(self, actor: WorkerId, effect: Send) -> None:
         self._at(self.now_s + self.message_s, effect.to, Received(actor, effect.message))
@@ -356,22 +351,22 @@ class Simulation:
         raise NotImplementedError
 
     def insert(self, actor: WorkerId, effect: InsertKV) -> None:
-        """A write into pages takes no time, beside the way there."""
+        """Does nothing: a write into pages takes no time beyond the transfer."""
 
     def drop(self, actor: WorkerId, effect: DropKV) -> None:
-        """It takes no time and holds nothing."""
+        """Does nothing: dropping takes no time and frees nothing."""
 
     def open_gates(self, actor: WorkerId, effect: OpenGates) -> None:
-        """Only where steps wait at gates."""
+        """Does nothing: only simulated steps with KV waits use it."""
 
     def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
         raise AssertionError("simulated workers have no tiers below HBM")
 
     def insert_pages(self, actor: WorkerId, effect: InsertPages) -> None:
-        """A write into pages takes no time, beside the way there."""
+        """Does nothing: a write into pages takes no time beyond the transfer."""
 
     def drop_pages(self, actor: WorkerId, effect: DropPages) -> None:
-        """It takes no time and holds nothing."""
+        """Does nothing: dropping takes no time and frees nothing."""
 
     def emit(self, actor: WorkerId, effect: EmitTokens) -> None:
         self.requests.emit(effect, self.now_s)
@@ -383,11 +378,11 @@ class Simulation:
         self._end(effect)
 
     def reshape(self, actor: WorkerId, effect: Reshape) -> None:
-        """Only who inherits from here knows what a change of role costs: here it is done at once."""
+        """Changes the role at once; subclasses may add its cost."""
         self._at(self.now_s, actor, Reshaped(effect.config))
 
     def stands(self, actor: WorkerId, effect: WorkerStands) -> None:
-        """It is for people."""
+        """Does nothing: the role change status is for operators."""
 
     def _end(self, effect: Finish | Reject) -> None:
         self.requests.end(effect, self.now_s)
@@ -395,7 +390,7 @@ class Simulation:
             self._next_arrival(self.requests.think_s)
 
     def check_all_ended(self) -> None:
-        """Asserts that each request ended once, and that every page is back."""
+        """Asserts that each request ended once and that every page is free again."""
         assert not self.router.rows, f"still running: {sorted(self.router.rows)[:5]}"
         self.requests.check_all_ended()
         for name, worker in self.workers.items():
@@ -405,7 +400,7 @@ class Simulation:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A simulation makes much that lasts and nothing that goes round: to look for cycles takes time and finds none."""
+    """Disables garbage collection: a simulation makes many lasting objects and no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

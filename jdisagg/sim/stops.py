@@ -1,4 +1,4 @@
-"""Answers that end by a word of their own, not by the limit that they were asked with: nobody knows when beforehand."""
+"""Simulated outputs that end by a stop token at a length that is not known in advance, not by max_tokens."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from jdisagg.core.request import RequestId, Sampled, WorkerId
 from jdisagg.core.steps import DecodeRows, PrefillChunk, StepPlan
 from jdisagg.sim.device import TOKEN, done, widths_of
 
-STOP_TOKEN = 1  # what is drawn else is 0
+STOP_TOKEN = 1  # every other sampled token is 0
 STOP = Sampled(STOP_TOKEN)
 
 
 @dataclass(slots=True)
 class Seat:
-    """Who is in a slot, and how many tokens of it are out; none to come once it has stopped."""
+    """The request in a slot and the number of its tokens so far; it gets none after its stop."""
 
     request_id: RequestId
-    drawn: int
+    num_tokens: int
 
 
 @dataclass(slots=True)
 class Stops:
-    """`lengths`: output tokens of each request, the last of which is the stop. Steps are to be told in their order."""
+    """The simulated stop tokens of all requests. Steps must be passed in their order. `lengths`: output tokens of each
+    request, the last of which is the stop."""
 
     lengths: Mapping[RequestId, int] = field(default_factory=dict[RequestId, int])
-    _seats: dict[tuple[WorkerId, int], Seat] = field(default_factory=dict[tuple[WorkerId, int], Seat])
+    _slots: dict[tuple[WorkerId, int], Seat] = field(default_factory=dict[tuple[WorkerId, int], Seat])
 
     def done(self, worker: WorkerId, plan: StepPlan) -> StepDone:
-        """As `device.done`, with stops."""
+        """Returns the outputs of a step as `device.done`, with stop tokens."""
         if not self.lengths:
             return done(plan)
         first = tuple(self._first(chunk) for chunk in plan.prefill.chunks if chunk.last) if plan.prefill else ()
@@ -43,15 +44,15 @@ class Stops:
 
     def _rows(self, worker: WorkerId, rows: DecodeRows) -> tuple[tuple[int, tuple[Sampled, ...] | None], ...]:
         for slot in rows.retire:
-            self._seats.pop((worker, slot), None)
+            self._slots.pop((worker, slot), None)
         for each in rows.admit:
-            self._seats[worker, each.slot] = Seat(each.request_id, each.num_output)
+            self._slots[worker, each.slot] = Seat(each.request_id, each.num_output)
         widths = zip(rows.active, widths_of(rows), strict=True)
-        return tuple((slot, self._draw(self._seats[worker, slot], width)) for slot, width in widths)
+        return tuple((slot, self._draw(self._slots[worker, slot], width)) for slot, width in widths)
 
-    def _draw(self, seat: Seat, width: int) -> tuple[Sampled, ...] | None:
-        left = self.lengths[seat.request_id] - seat.drawn
-        if left <= 0:
+    def _draw(self, slot_state: Seat, width: int) -> tuple[Sampled, ...] | None:
+        remaining = self.lengths[slot_state.request_id] - slot_state.num_tokens
+        if remaining <= 0:
             return None
-        seat.drawn += width
-        return (TOKEN,) * width if width < left else (*(TOKEN,) * (left - 1), STOP)
+        slot_state.num_tokens += width
+        return (TOKEN,) * width if width < remaining else (*(TOKEN,) * (remaining - 1), STOP)

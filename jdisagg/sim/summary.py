@@ -1,4 +1,4 @@
-"""One simulated run told: as a table, in sentences, and as JSON."""
+"""Reports one simulated run as a table, in sentences and as JSON."""
 
 from __future__ import annotations
 
@@ -21,51 +21,54 @@ QUANTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation, and the seconds that it took."""
+    """One simulation and its wall-clock seconds."""
 
     outcome: Outcome
     took_s: float
     rate_rps: float
     log: SpanLog | None = None
-    changes: str = ""  # what became of workers: what the autoscaler did, or who was lost
+    changes: str = ""  # sentence about the autoscaler's changes or the lost workers
     flips: Sequence[tuple[float, Flip]] = ()
 
 
 def latencies(outcome: Outcome) -> Table:
-    """Mean and quantiles, milliseconds."""
+    """Returns a table of means and quantiles in milliseconds."""
     table = Table(title=f"{len(outcome.served)} of {len(outcome.records)} requests served, milliseconds")
     for name in ("", "mean", *(f"p{q}" for q in QUANTILES)):
         table.add_column(name, justify="right" if name else "left")
     for metric in METRICS:
         values = outcome.values(metric)
-        found = [values.mean(), *np.percentile(values, QUANTILES)] if len(values) else [float("nan")] * 4
-        table.add_row(metric, *(f"{1e3 * each:,.1f}" for each in found))
+        numbers = [values.mean(), *np.percentile(values, QUANTILES)] if len(values) else [float("nan")] * 4
+        table.add_row(metric, *(f"{1e3 * each:,.1f}" for each in numbers))
     for part, mean_s in outcome.parts_s().items():
         table.add_row(f"  {part.replace('_', ' ')}", f"{1e3 * mean_s:,.1f}", *[""] * len(QUANTILES))
     return table
 
 
-def verdict(run: Run, slo: SLO, devices: int) -> list[str]:
-    """Attainment, throughput, how busy the workers were, what was found again, and how fast all this was."""
+def summary_lines(run: Run, slo: SLO, devices: int) -> list[str]:
+    """Returns sentences on attainment, throughput, busy workers, cache hits and the speed of the simulation."""
     outcome, took_s = run.outcome, run.took_s
     span_s, requests = max(outcome.span_s, 1e-9), len(outcome.records)
-    tokens, met = sum(record.told_tokens for record in outcome.records), outcome.attainment(slo.ttft_s, slo.tpot_s)
+    tokens, attainment = (
+        sum(record.emitted_tokens for record in outcome.records),
+        outcome.attainment(slo.ttft_s, slo.tpot_s),
+    )
     busy = ", ".join(f"{name} {share:.0%}" for name, share in outcome.busy.items())
     return [
-        f"attainment {met:.1%} of TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s:"
-        f" {met * requests / span_s / devices:.3g} requests/s a device within both",
+        f"attainment {attainment:.1%} of TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s:"
+        f" {attainment * requests / span_s / devices:.3g} requests/s a device within both",
         f"{requests / span_s:.4g} requests/s, {tokens / span_s:,.0f} tokens/s over {outcome.span_s:,.1f} s; busy:"
         f" {busy}",
-        *found_again(outcome),
-        *between_tiers(outcome),
+        *cache_hit_lines(outcome),
+        *tier_move_lines(outcome),
         *([run.changes] if run.changes else []),
         f"simulated in {took_s:.2f} s: {outcome.events / took_s:,.0f} events/s, {requests / took_s:,.0f} requests/s,"
         f" {outcome.span_s / took_s:,.1f} x real time",
     ]
 
 
-def found_again(outcome: Outcome) -> list[str]:
-    """Hit rates, pool by pool; nothing where no worker kept what anybody could find."""
+def cache_hit_lines(outcome: Outcome) -> list[str]:
+    """Returns the hit rates by role; nothing without lookups."""
     if not any(each.looked_up for each in outcome.lookups.values()):
         return []
     rates = (f"{each.hit_rate:.1%} on {role} workers" for role, each in outcome.lookups.items() if each.looked_up)
@@ -73,8 +76,8 @@ def found_again(outcome: Outcome) -> list[str]:
     return [f"prefix cache: of prompt tokens, {', '.join(rates)} were there already; {cached:,} were not computed"]
 
 
-def between_tiers(outcome: Outcome) -> list[str]:
-    """What moved between tiers, way by way; nothing where there is only HBM."""
+def tier_move_lines(outcome: Outcome) -> list[str]:
+    """Returns the moves between tiers, one line per direction; nothing if there is only HBM."""
     return [
         f"{source} to {destination}: {each.tokens:,} tokens, {each.num_bytes / 1e9:,.4g} GB in {each.moves:,} moves of"
         f" {1e3 * each.seconds / each.moves:,.3g} ms" + (f", {each.missed:,} pages were not there" * (each.missed > 0))
@@ -83,7 +86,7 @@ def between_tiers(outcome: Outcome) -> list[str]:
 
 
 def write_json(run: Run, slo: SLO, devices: int, path: Path | str) -> None:
-    """The run in figures. Raises ConfigError where the file cannot be written."""
+    """Writes the run's numbers. Raises ConfigError if the file cannot be written."""
     try:
         Path(path).write_text(json.dumps(figures(run, slo, devices), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -91,7 +94,7 @@ def write_json(run: Run, slo: SLO, devices: int, path: Path | str) -> None:
 
 
 def figures(run: Run, slo: SLO, devices: int) -> dict[str, Any]:
-    """What the table and the sentences say, in seconds and tokens; None for quantiles of nothing."""
+    """Returns the numbers of the table and the sentences, in seconds and tokens; None for quantiles of no values."""
     outcome, span_s = run.outcome, max(run.outcome.span_s, 1e-9)
     point = Point.of(outcome, run.rate_rps, slo, devices)
     return {
@@ -101,7 +104,7 @@ def figures(run: Run, slo: SLO, devices: int) -> dict[str, Any]:
         "span_s": outcome.span_s,
         "attainment": point.attainment,
         "good_rps_per_device": point.good_rps_per_device,
-        "output_tokens_per_s": sum(record.told_tokens for record in outcome.records) / span_s,
+        "output_tokens_per_s": sum(record.emitted_tokens for record in outcome.records) / span_s,
         "cached_tokens": sum(outcome.cached_tokens),
         "prefix_cache": {
             str(role): {"looked_up_tokens": each.looked_up, "found_tokens": each.found, "hit_rate": each.hit_rate}
@@ -125,7 +128,7 @@ def _spread(values_s: np.ndarray) -> dict[str, float] | None:
 
 
 def curve(points: Sequence[Point], slo: SLO) -> Table:
-    """A line a rate."""
+    """Returns a table with one row per rate."""
     best = goodput_text(points, slo.share)
     table = Table(title=f"{best} requests/s with {slo.share:.0%} within TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s")
     head, *rows = curve_rows(points)

@@ -55,7 +55,7 @@ def best_placements(path: Path, model: str, objectives: Objectives, candidates: 
     ranked = search.race(search.with_limits(candidates), model)
     print(f"\n{model}: {search.counts}")
     for each in ranked[:6]:
-        print(f"  {each.bounded.candidate.mesh} {'' if each.exact else 'under '}{each.goodput:.3g}")
+        print(f"  {each.bounded.candidate.mesh} {'' if each.is_exact else 'under '}{each.goodput:.3g}")
     return [(str(each.bounded.candidate.mesh), each.goodput) for each in ranked]
 
 

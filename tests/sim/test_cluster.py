@@ -54,7 +54,7 @@ def signature(outcome: Outcome) -> list:
 def test_every_request_ends_once_with_the_tokens_it_asked_for_and_all_pages_come_back(mesh, mode):
     work = trace()
     outcome = run(mesh, work, 5e9, transfer=mode, max_num_batched_tokens=256)
-    assert [r.told_tokens for r in outcome.records] == work.output_tokens.tolist()
+    assert [r.emitted_tokens for r in outcome.records] == work.output_tokens.tolist()
     assert [r.input_tokens for r in outcome.records] == work.input_tokens.tolist()
     assert {r.reason for r in outcome.records} == {"length"}
 
@@ -69,7 +69,7 @@ def test_pages_that_run_out_preempt_and_nothing_is_lost(mesh):
     hosted = Cluster(workers, given.costs, given.links)
     outcome = hosted.run(work)
     hosted.check_all_ended()
-    assert [r.told_tokens for r in outcome.records] == work.output_tokens.tolist()
+    assert [r.emitted_tokens for r in outcome.records] == work.output_tokens.tolist()
     parts = [r.ledger.marks for r in outcome.records if r.ledger is not None]
     assert any(mark == "requeued" for marks in parts for mark, _ in marks), (
         "nobody was preempted: the pool is too large"

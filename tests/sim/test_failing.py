@@ -13,7 +13,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, devices_of, plain_settings, with_tiers
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.failing import FailingCluster, Failures, drawn_losses, failing, losses_told
+from jdisagg.sim.failing import FailingCluster, Failures, describe_losses, drawn_losses, failing
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.tiers import TierSpec, tier_speeds
@@ -55,9 +55,9 @@ def test_without_losses_it_is_the_cluster_that_loses_nobody():
 def test_who_is_lost_costs_time_and_no_request(worker):
     cluster, outcome = run([(10.0, worker)])
     assert cluster.lost == [(10.0, worker)] and worker in cluster.workers
-    assert len(outcome.served) == 60 and all(record.told_tokens == 120 for record in outcome.records)
+    assert len(outcome.served) == 60 and all(record.emitted_tokens == 120 for record in outcome.records)
     assert latency_s(outcome) > latency_s(run([])[1])
-    assert "1 workers were lost (" in losses_told(cluster)
+    assert "1 workers were lost (" in describe_losses(cluster)
 
 
 @pytest.mark.parametrize("at_s", np.linspace(9.0, 11.0, 13))

@@ -75,7 +75,7 @@ def test_a_cluster_that_mixes_ends_its_requests_sooner_and_each_of_them_once():
         cluster = simulated(given)
         outcome = cluster.run(work())
         cluster.check_all_ended()
-        assert all(record.served and record.told_tokens == 50 for record in outcome.records)
+        assert all(record.is_served and record.emitted_tokens == 50 for record in outcome.records)
         latencies[mixes] = outcome.values("latency").mean()
     assert latencies[True] < 0.95 * latencies[False]
 
@@ -85,7 +85,7 @@ def test_mixing_prefill_and_decode_workers_hand_over_as_others_do():
     cluster = simulated(given)
     outcome = cluster.run(work(10))
     cluster.check_all_ended()
-    assert all(record.served and record.told_tokens == 50 for record in outcome.records)
+    assert all(record.is_served and record.emitted_tokens == 50 for record in outcome.records)
 
 
 @pytest.mark.parametrize(

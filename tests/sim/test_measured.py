@@ -127,7 +127,7 @@ def test_every_request_ends_on_a_profiled_fleet(mesh, slowdown, mode):
     outcome = hosted.run(work)
     hosted.check_all_ended()
     assert isinstance(hosted, SharedCluster) == bool(slowdown)
-    assert [record.told_tokens for record in outcome.records] == work.output_tokens.tolist()
+    assert [record.emitted_tokens for record in outcome.records] == work.output_tokens.tolist()
 
 
 def test_one_profile_answers_for_other_numbers_and_roles_of_workers_and_says_what_it_lacks():

@@ -102,6 +102,6 @@ def test_a_simulated_step_begins_when_its_gates_are_open():
         hosted = Cluster(workers, given.costs, given.links)
         outcome = hosted.run(work)
         hosted.check_all_ended()
-        assert outcome.records[0].told_tokens == 12
+        assert outcome.records[0].emitted_tokens == 12
         ended_s[on] = outcome.records[0].end_s
     assert ended_s[True] == pytest.approx(ended_s[False])

@@ -33,7 +33,7 @@ def test_an_answer_ends_where_its_trace_says_whatever_it_asked_for(reserve_token
     run = small_cluster(reserve_tokens)
     outcome = run.run(WORK, limit=500)
     run.check_all_ended()
-    assert [record.told_tokens for record in outcome.records] == LENGTHS.tolist()
+    assert [record.emitted_tokens for record in outcome.records] == LENGTHS.tolist()
     assert {record.reason for record in outcome.records} == {FinishReason.STOP}
 
 

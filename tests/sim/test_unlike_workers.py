@@ -28,7 +28,7 @@ def served_by(routing: Routing, slow: str) -> Counter[str]:
     costs = given.costs | {WorkerId(slow): Roofline(shape, hardware("a100"), 1)}
     cluster = simulated(replace(given, costs=costs), router=replace(PATIENT, routing=routing))
     outcome = cluster.run(even(400, 60.0, (1500, 100)))
-    assert all(each.served for each in outcome.records)
+    assert all(each.is_served for each in outcome.records)
     return Counter(name for each in outcome.records for name in (each.prefill_worker, each.decode_worker))
 
 

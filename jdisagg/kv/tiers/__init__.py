@@ -1,1 +1,1 @@
-"""The bytes of pages below HBM; nothing here decides what goes where."""
+"""Stores of KV pages below HBM; the policy decides which pages are kept."""

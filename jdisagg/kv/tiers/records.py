@@ -1,9 +1,9 @@
-"""A page below HBM: one record of a fixed size, of all layers and all heads, whatever mesh wrote it or will read it.
+"""The record of one KV page below HBM: of a fixed size, with all layers and heads, independent of the mesh.
 
-For the plan of transfers (`core/layout/reshard.py`) records are an end with one stage and one shard: a page leaves
-HBM as the slices that it would send there, each copied to its place in the record, and comes back as the slices that
-it would get from there. Digests of each layer and head, made where the page was packed, lie in the record, and are
-checked by the devices that take it.
+For the transfer plan (`core/layout/reshard.py`) records are one stage with one shard. A page leaves HBM as the
+slices that it would send to such a stage, each copied to its offset in the record, and is loaded as the slices that
+it would receive from it. The record holds the digests of each layer and head, computed where the page was packed;
+the devices that load the page check them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ALIGNMENT = 64  # bytes
 
 
 class Part(NamedTuple):
-    """One kind of array in a record."""
+    """One array of a record and its location there."""
 
     kind: str
-    offset: int  # bytes
+    offset: int  # offset in bytes
     shape: tuple[int, ...]  # [L, heads, ...] of one page
     dtype: np.dtype[Any]
     layers: range
@@ -45,16 +45,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """What is where in the record of one page."""
+    """The layout of the record of one page."""
 
     layout: KVLayout
     wire: str = RAW
-    digests: Digests = Digests.FULL  # sampled ones tell nothing of a single page: then there are none
-    draft: DraftPages | None = None  # whose KV is kept with the model's
+    digests: Digests = Digests.FULL  # sampled digests say nothing about a single page, so only full ones are kept
+    draft: DraftPages | None = None  # draft model whose KV is kept with the model's
 
     @property
     def shapes(self) -> tuple[StageShape, ...]:
-        """What transfers must know of the end that records are."""
+        """Returns the stage shapes by which transfers see a record."""
         model = StageShape(range(self.layout.num_layers), 1, self.layout.page_size, self.layout.dtype)
         return (model,) if self.draft is None else (model, draft_shape(self.draft, 1))
 
@@ -68,16 +68,16 @@ class RecordLayout:
     def _parts(self, layout: KVLayout, layers: range, offset: int) -> list[Part]:
         heads = plan_heads(layout.num_kv_heads, 1, 1)
         shapes = slice_shapes(layout, layout.dtype, layout.num_layers, 1, heads, self.digests, self.wire)
-        parts, kept = list[Part](), kept_slices(shapes, self.digests)
-        for kind in kept.kinds:
-            for each in getattr(kept, kind):
+        parts, slices = list[Part](), kept_slices(shapes, self.digests)
+        for kind in slices.kinds:
+            for each in getattr(slices, kind):
                 shape, dtype = (each.shape[0], *each.shape[2:]), np.dtype(each.dtype)
                 parts.append(Part(kind, offset, shape, dtype, layers))
                 offset = _end(parts[-1])
         return parts
 
     def parts_of(self, layers: range) -> list[Part]:
-        """Those that these layers are in."""
+        """Returns the arrays that hold these layers."""
         return [part for part in self.parts if layers.start in part.layers]
 
     @cached_property
@@ -85,19 +85,17 @@ class RecordLayout:
         return _end(self.parts[-1])
 
     def empty(self, count: int) -> np.ndarray:
-        """u8[count, record_bytes], zeros."""
+        """Returns u8[count, record_bytes] of zeros."""
         return np.zeros((count, self.record_bytes), np.uint8)
 
     def view(self, records: np.ndarray, part: Part) -> np.ndarray:
-        """[n, L, heads, ...] of records u8[n, record_bytes], in place."""
+        """Returns a view [n, L, heads, ...] of one array of the records u8[n, record_bytes]."""
         cut = records[:, part.offset : part.offset + part.num_bytes]
         return cut.view(part.dtype).reshape(len(records), *part.shape)
 
     def fingerprint(self, model: str) -> str:
-        """Returns 32 hexadecimal digits that are equal where records mean the same.
-
-        `model` begins with the model's own fingerprint, whose first 12 digits begin the result.
-        """
+        """Returns 32 hexadecimal digits that are equal if and only if records mean the same. `model` begins with the
+        model's own fingerprint, whose first 12 digits begin the result."""
         what = f"{VERSION} {model} {self.layout} {self.wire} {self.digests is Digests.FULL}"
         if self.draft is not None:
             what += f" {self.draft}"
@@ -110,12 +108,13 @@ def _end(part: Part) -> int:
 
 
 def kept_slices(slices: HeadSlices, digests: Digests) -> HeadSlices:
-    """What of these is in records: what quantising lost is looked at when they are written."""
+    """Returns the slices that records keep; quantisation errors are checked when the record is written."""
     return slices._replace(digests=slices.digests if digests is Digests.FULL else [], errors=[])
 
 
 def fill_records(form: RecordLayout, records: np.ndarray, packed: Sequence[PackedKV], error_bound: float) -> bool:
-    """Copies what was packed for `form.shapes` into records; waits for it. False where quantising lost too much."""
+    """Copies the packed pages for `form.shapes` into records, waiting for them. Returns False if an error is over the
+    bound."""
     for each in packed:
         start, stop = each.move.span.source
         heads, layers = each.move.route.heads, each.layers
@@ -125,34 +124,34 @@ def fill_records(form: RecordLayout, records: np.ndarray, packed: Sequence[Packe
             view = form.view(records, part)[start:stop, layers.start - first : layers.stop - first]
             for index, array in enumerate(arrays[part.kind]):
                 first = index * heads.slice_heads
-                held = np.asarray(array)[:, : stop - start]
-                view[:, :, first : first + heads.slice_heads] = np.swapaxes(held, 0, 1)
+                values = np.asarray(array)[:, : stop - start]
+                view[:, :, first : first + heads.slice_heads] = np.swapaxes(values, 0, 1)
         if any(not float(np.asarray(array).max()) <= error_bound for array in arrays["errors"]):
             return False
     return True
 
 
 def _by_slice(packed: PackedKV) -> dict[str, list[jax.Array]]:
-    """By kind, the arrays of the one destination shard in the order of heads."""
+    """Returns the arrays of the one destination shard by kind, in the order of heads."""
     kinds, arrays = packed.slices.kinds, packed.device_arrays
     number = len(arrays) // len(kinds)
-    found = {kind: arrays[at * number : (at + 1) * number] for at, kind in enumerate(kinds)}
-    return {kind: found.get(kind, []) for kind in HeadSlices._fields}
+    by_kind = {kind: arrays[at * number : (at + 1) * number] for at, kind in enumerate(kinds)}
+    return {kind: by_kind.get(kind, []) for kind in HeadSlices._fields}
 
 
 def land_records(
     form: RecordLayout, records: np.ndarray, pages: Sequence[int], stages: Sequence[PagesOfStage], moves: Sequence[Move]
 ) -> list[LandedKV]:
-    """Starts records on their way to the devices of `stages`, for these pages; `moves` are the plan's."""
+    """Starts the load of records to the devices of `stages`, for these pages; `moves` are those of the plan."""
     landed = []
     for move in moves:
         start, stop = move.span.source
-        at, count = move.route.destination_stage, move.span.groups
+        stage, count = move.route.destination_stage, move.span.groups
         kinds = [part.kind for part in form.parts_of(move.route.layers)]
         arrays = list(_slices(form, records[start:stop], move, count))
         width = move.route.heads.slices_per_destination * len(kinds)
-        seats = Seats.of(stages[at], width, len(kinds))
-        slices = seats.joined(jax.device_put(arrays, seats.devices), kinds)
+        devices = Seats.of(stages[stage], width, len(kinds))
+        slices = devices.joined(jax.device_put(arrays, devices.devices), kinds)
         landed.append(
             LandedKV(move.route.destination_stage, move.route.layers, slices, padded(pages[start:stop], count))
         )
@@ -160,7 +159,7 @@ def land_records(
 
 
 def _slices(form: RecordLayout, records: np.ndarray, move: Move, count: int) -> Iterator[np.ndarray]:
-    """[L, count, heads, ...] each, in the order in which a stage takes them; padding is zeros."""
+    """Yields arrays [L, count, heads, ...] in the order in which a stage receives them; padding is zeros."""
     heads, layers = move.route.heads, move.route.layers
     for row in heads.slices:
         for part in form.parts_of(layers):
@@ -175,14 +174,15 @@ def _slices(form: RecordLayout, records: np.ndarray, move: Move, count: int) -> 
                     yield array
 
 
-# A digest of a record that is as quick as copying it.
+# A digest of a record that is as fast as copying it.
 
-ROW = 509  # words; prime, so that blocks of a file that change places are seen
+ROW = 509  # words; prime, so that swapped blocks of a file are noticed
 DIGEST_BYTES = 16
 
 
 def digest_of(record: np.ndarray) -> bytes:
-    """Of u8[n]: sums of words, column by column, hashed. Chance finds no two alike; who means harm may."""
+    """Returns the digest of u8[n]: sums of words by column, hashed. It detects accidental damage; it does not protect
+    against deliberate changes."""
     words = record[: len(record) // 8 * 8].view(np.uint64)
     whole = len(words) // ROW * ROW
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)

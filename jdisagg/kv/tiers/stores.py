@@ -1,4 +1,4 @@
-"""What keeps records of pages: one protocol for a worker's own tiers and for the pool."""
+"""Stores of page records: the protocol, a file on disk and host memory."""
 
 from __future__ import annotations
 
@@ -19,51 +19,52 @@ from jdisagg.kv.tiers.records import DIGEST_BYTES, digest_of
 
 
 class PoolFailed(OSError):
-    """A pool that did not answer, or not in time."""
+    """Raised when a pool did not answer, or not in time."""
 
 
-Good = tuple[bool, ...]  # of each page, in order
+Good = tuple[bool, ...]  # one per page, in order
 
 
 class Store(Protocol):
-    """Called from reader threads; blocks. Raises OSError where the store does not answer."""
+    """A store of page records. Reader threads call it; calls block. Raises OSError if the store does not answer."""
 
     def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """Keeps u8[n, record_bytes] under these numbers (a worker's own) or names (the pool). Which it has taken."""
+        """Stores u8[n, record_bytes] under page numbers (a worker's tiers) or names (the shared pool). Returns True for
+        each page that was stored."""
         ...
 
     def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """Fills records; False for a page that is not there, or not as it was put: its record may hold anything."""
+        """Fills records; False for a page that is absent or differs from what was put. Its record may then hold
+        anything."""
         ...
 
     def close(self) -> None: ...
 
 
-# Records in one preallocated file, with an index that outlives the process.
+# Records in one preallocated file, with an index that survives the process.
 #
-# The file begins with a header (what the records mean, how large they are, how many), then one index entry a
-# page, then the records. A page is written in three steps: its entry is erased, its record is written, its entry
-# is written, with the record's name and digest and a checksum of its own. Whatever a crash leaves in between is
-# an entry that is erased or does not agree with its record: the first is no page, the second is found out by
-# whoever reads it.
+# The file begins with a header (fingerprint, record size, number of pages). One index entry per page follows, then the
+# records. A page is written in three steps: its entry is erased, its record is written, its entry is written with the
+# record's name and digest and a checksum of its own. A crash in between leaves an entry that is erased or does not
+# match its record. The first is no page; the second is noticed at the read.
 
 MAGIC = b"jdisagg kv\n"
-HEADER = struct.Struct("<11s32sQQ")  # magic, fingerprint, bytes a record, pages
+HEADER = struct.Struct("<11s32sQQ")  # magic, fingerprint, bytes per record, pages
 ENTRY = struct.Struct(f"<16s{DIGEST_BYTES}sI")  # name, digest, checksum of both
 HEADER_BYTES = 4096
-BLOCK = 4096  # records begin at multiples of it
+BLOCK = 4096  # records begin at multiples of this size
 THREADS = 4
 
 
 class FileInUse(ConfigError):
-    """Another worker has it."""
+    """Raised when another worker uses the file."""
 
 
 class DiskStore:
-    """Implements `Store` by page numbers. One process at a time has the file."""
+    """Implements `PageStore` by page numbers in one file. One process at a time may use the file."""
 
     def __init__(self, path: Path, num_pages: int, record_bytes: int, fingerprint: str) -> None:
-        """Opens or makes the file. Raises ConfigError where it holds something else, is another's, or has no room."""
+        """Opens or creates the file. Raises ConfigError if it holds something else, is in use, or has no room."""
         self.path, self.num_pages, self.record_bytes = path, num_pages, record_bytes
         self._stride = -(-record_bytes // BLOCK) * BLOCK
         self._records_at = HEADER_BYTES + -(-num_pages * ENTRY.size // BLOCK) * BLOCK
@@ -86,9 +87,9 @@ class DiskStore:
             raise FileInUse(f"--disk_path: {self.path} is in use by another worker") from error
 
     def _open(self, fingerprint: str) -> None:
-        found = os.pread(self._file, HEADER.size, 0)
-        if found.strip(b"\0"):
-            self._check(found, fingerprint)
+        header = os.pread(self._file, HEADER.size, 0)
+        if header.strip(b"\0"):
+            self._check(header, fingerprint)
             return
         try:
             os.posix_fallocate(self._file, 0, self._records_at + self.num_pages * self._stride)
@@ -98,11 +99,11 @@ class DiskStore:
             raise ConfigError(f"--disk_path: no room for {size} bytes at {self.path}: {error.strerror}") from error
         os.pwrite(self._file, HEADER.pack(MAGIC, fingerprint.encode(), self.record_bytes, self.num_pages), 0)
 
-    def _check(self, found: bytes, fingerprint: str) -> None:
-        whole = len(found) == HEADER.size and found.startswith(MAGIC)
-        if not whole:
+    def _check(self, header: bytes, fingerprint: str) -> None:
+        is_ours = len(header) == HEADER.size and header.startswith(MAGIC)
+        if not is_ours:
             raise ConfigError(f"--disk_path: {self.path} is no file of KV pages: name another, or remove it")
-        _, theirs, record_bytes, num_pages = HEADER.unpack(found)
+        _, theirs, record_bytes, num_pages = HEADER.unpack(header)
         if theirs.decode(errors="replace") != fingerprint:
             raise ConfigError(
                 f"--disk_path: {self.path} holds KV of the fingerprint {theirs.decode(errors='replace')}, this run's"
@@ -115,27 +116,23 @@ class DiskStore:
                 f" {self.num_pages} of {self.record_bytes}: give --disk_tokens as it was, or remove it"
             )
 
-    # ------------------------------------------------------------ what it holds
-
     def found(self) -> list[tuple[int, bytes]]:
-        """(page, name) of every entry that is whole; its record is checked when it is read."""
+        """Returns (page, name) of every intact entry; its record is checked when it is read."""
         size = self.num_pages * ENTRY.size
         index = os.pread(self._file, size, HEADER_BYTES)
         rows = (self._entry(index[page * ENTRY.size : (page + 1) * ENTRY.size]) for page in range(self.num_pages))
         return [(page, row[0]) for page, row in enumerate(rows) if row is not None]
 
     def _entry(self, entry: bytes) -> tuple[bytes, bytes] | None:
-        """(name, digest), where the entry is whole."""
+        """Returns (name, digest) if the entry is intact."""
         if len(entry) < ENTRY.size:
             return None
         name, digest, check = ENTRY.unpack(entry)
         return (name, digest) if check and check == _check_of(name, digest) else None
 
-    # ------------------------------------------------------------ pages
-
     def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """In the caller's thread: a file system takes one write to a file at a time, and digests made in other threads
-        beside it cost more in switching than they save."""
+        """Writes the pages in the caller's thread. A file system allows one write to a file at a time. Computing
+        digests in other threads costs more in switching than it saves."""
         return tuple(self._put(*each) for each in zip(pages, names, records, strict=True))
 
     def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
@@ -169,33 +166,33 @@ class DiskStore:
 
 
 def _check_of(name: bytes, digest: bytes) -> int:
-    """Never 0, which is what an erased entry holds."""
+    """Returns a checksum that is never 0, since an erased entry holds 0."""
     return zlib.crc32(name + digest) | 1
 
 
 def _write_all(file: int, data: bytes | np.ndarray, at: int) -> None:
-    left = memoryview(data if isinstance(data, bytes) else data.data).cast("B")
-    while left:
-        written = os.pwritev(file, [left], at)
-        left, at = left[written:], at + written
+    remaining = memoryview(data if isinstance(data, bytes) else data.data).cast("B")
+    while remaining:
+        written = os.pwritev(file, [remaining], at)
+        remaining, at = remaining[written:], at + written
 
 
 def _read_all(file: int, record: np.ndarray, at: int) -> bool:
-    """Whether the file had it all."""
-    left = record.data.cast("B")
-    while left:
-        read = os.preadv(file, [left], at)
+    """Fills the record; returns False if the file ended before."""
+    remaining = record.data.cast("B")
+    while remaining:
+        read = os.preadv(file, [remaining], at)
         if not read:
             return False
-        left, at = left[read:], at + read
+        remaining, at = remaining[read:], at + read
     return True
 
 
-# Records in the host's memory, which is taken as it is first written.
+# Records in host memory, which the system allocates at the first write.
 
 
 class DramStore:
-    """Implements `Store` by page numbers. The digests in the records guard them; nothing else writes here."""
+    """Implements `PageStore` by page numbers in host memory. The digests in the records protect them."""
 
     def __init__(self, num_pages: int, record_bytes: int) -> None:
         self._records = np.zeros((num_pages, record_bytes), np.uint8)
@@ -211,4 +208,4 @@ class DramStore:
         return (True,) * len(pages)
 
     def close(self) -> None:
-        """Its memory goes with it."""
+        """Does nothing; the memory is freed with the store."""

@@ -1,7 +1,7 @@
-"""A connection: one connected socket, read and written by one thread at a time, every wait of it under a `Deadline`.
+"""One connected socket, used by one thread at a time; every wait ends by a `Deadline`.
 
-Two kinds of things cross it: records (four bytes of length, then JSON of at most 1 MiB, checked before a byte of it is
-allocated) and raw bytes whose number both ends know.
+A connection carries records (four bytes of length, then JSON of at most 1 MiB; the length is checked before memory
+is allocated) and raw bytes whose number both ends know.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from jax import Array
 
 from jdisagg.core.errors import BadTicket, PeerDead, TransferCancelled, TransferRefused, TransferTimeout
 
-# Deadline: one operation's deadline and its off switch, asked by everything that waits.
+# The deadline of one operation, and the way to call the operation off.
 #
-# No wait of this package is longer than `TICK_S` without asking again, so an operation ends within its deadline
-# and soon after it is called off, whatever the other end does.
+# Every wait of this package checks the deadline at least every `TICK_S`. So an operation ends within its deadline, and
+# soon after it is called off, regardless of the other end.
 
 Clock = Callable[[], float]
 TICK_S = 0.05
-POLL_S = (0.00005, 0.001)  # first and longest pause between two looks at an array that is being computed
+POLL_S = (0.00005, 0.001)  # first and longest pause between two polls of an array that is being computed
 
 
 class Deadline:
-    """Ends at `deadline_s` of `clock`, or when `call_off` is called from any thread."""
+    """A deadline at `deadline_s` of `clock`, which ends earlier if any thread calls `call_off`."""
 
     def __init__(self, what: str, deadline_s: float, clock: Clock = time.monotonic) -> None:
         self.what, self.deadline_s, self.clock = what, deadline_s, clock
         self._off = threading.Event()
-        self._reasons: list[str] = []  # why it was called off; the first counts
+        self._reasons: list[str] = []  # reasons for calling off; the first one is reported
 
     def call_off(self, why: str) -> None:
         self._reasons.append(why)
         self._off.set()
 
     def within(self, seconds: float) -> Deadline:
-        """For a part of the operation: over after so many seconds from now, or with the whole."""
+        """Returns the deadline of a part of the operation: `seconds` from now, or the whole deadline if earlier."""
         part = Deadline(self.what, min(self.deadline_s, self.clock() + seconds), self.clock)
         part._off, part._reasons = self._off, self._reasons
         return part
@@ -53,7 +53,7 @@ class Deadline:
         return self._off.is_set()
 
     def left_s(self) -> float:
-        """Seconds left. Raises TransferCancelled or TransferTimeout where there are none."""
+        """Returns the seconds left. Raises TransferCancelled or TransferTimeout if none are."""
         if self._off.is_set():
             raise TransferCancelled(f"{self.what}: {self._reasons[0]}")
         now_s = self.clock()
@@ -62,7 +62,7 @@ class Deadline:
         return self.deadline_s - now_s
 
     def slice_s(self) -> float:
-        """How long to wait before asking again."""
+        """Returns the seconds to wait before the next check."""
         return min(self.left_s(), TICK_S)
 
     def sleep(self, seconds: float) -> None:
@@ -75,11 +75,8 @@ class Deadline:
         self.left_s()
 
     def wait_computed(self, arrays: Sequence[Array], look: Callable[[], None] = lambda: None) -> None:
-        """Until every array is computed: by polling, since `block_until_ready` knows no deadline.
-
-        `look` is called between two polls. Raises TransferRefused where an array was deleted or donated, or its
-        program failed.
-        """
+        """Waits until every array is computed, by polling, since `block_until_ready` takes no deadline. `look` is
+        called between two polls. Raises TransferRefused if an array was deleted or donated, or its program failed."""
         pause_s, longest_s = POLL_S
         for array in arrays:
             while not _is_computed(array, self.what):
@@ -90,53 +87,55 @@ class Deadline:
 
 
 def _is_computed(array: Any, what: str) -> bool:
-    if array.is_deleted():  # asked first: `is_ready` of a deleted array brings the process down
+    if array.is_deleted():  # checked first: `is_ready` of a deleted array crashes the process
         raise TransferRefused(f"{what}: an offered array is lost (it was deleted or donated)")
     try:
         if array.is_ready():
-            array.block_until_ready()  # returns at once, and raises what its program raised
+            array.block_until_ready()  # returns at once, and raises the error of the array's program
             return True
         return False
-    except RuntimeError as error:  # XLA's own
+    except RuntimeError as error:  # raised by XLA
         raise TransferRefused(f"{what}: an offered array is lost ({error})") from error
 
 
 MAX_RECORD_BYTES = 1 << 20
-SEND_BYTES = 1 << 20  # in one call: short enough to look at the deadline between two
+SEND_BYTES = 1 << 20  # per call: short enough to check the deadline between two calls
 
 
 class Connection:
-    """`peer` says in errors who is at the other end."""
+    """A connected socket with deadlines; `peer` names the other end in errors."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.socket, self.peer = sock, peer
 
     def send(self, data: memoryview, deadline: Deadline) -> None:
-        """All of it. Raises PeerDead, or what `deadline` raises."""
+        """Sends all of `data`. Raises PeerDead, or what `deadline` raises."""
         done = 0
         while done < len(data):
             try:
                 self.socket.settimeout(deadline.slice_s())
                 done += self.socket.send(data[done : done + SEND_BYTES])
             except OSError as error:
-                self._judge(error, deadline, f"{done} of {len(data)} bytes sent")
+                self._raise_unless_slice(error, deadline, f"{done} of {len(data)} bytes sent")
 
     def receive_into(self, data: memoryview, deadline: Deadline | None) -> None:
-        """Fills `data`. Without deadline it waits until the connection is cut."""
+        """Fills `data`. Without a deadline, waits until the connection is cut."""
         done = 0
         while done < len(data):
             try:
                 self.socket.settimeout(deadline.slice_s() if deadline else None)
                 count = self.socket.recv_into(data[done:])
             except OSError as error:
-                self._judge(error, deadline, f"{done} of {len(data)} bytes received")
+                self._raise_unless_slice(error, deadline, f"{done} of {len(data)} bytes received")
                 continue
             if not count:
-                self._judge(ConnectionResetError("closed"), deadline, f"{done} of {len(data)} bytes received")
+                self._raise_unless_slice(
+                    ConnectionResetError("closed"), deadline, f"{done} of {len(data)} bytes received"
+                )
             done += count
 
-    def _judge(self, error: OSError, deadline: Deadline | None, so_far: str) -> None:
-        """Returns where it was only a slice of the wait that ran out."""
+    def _raise_unless_slice(self, error: OSError, deadline: Deadline | None, so_far: str) -> None:
+        """Returns if only one slice of the wait ran out; otherwise raises PeerDead or what the deadline raises."""
         if deadline is not None:
             deadline.left_s()
         if not isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
@@ -150,7 +149,7 @@ class Connection:
         self.send(memoryview(len(text).to_bytes(4, "big") + text), deadline)
 
     def receive_record(self, deadline: Deadline | None, limit_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
-        """Raises BadTicket where it is no record, or too long a one."""
+        """Receives one record. Raises BadTicket if the bytes are no record, or the record is too long."""
         head = bytearray(4)
         self.receive_into(memoryview(head), deadline)
         length = int.from_bytes(head, "big")
@@ -172,40 +171,40 @@ class Connection:
         return bytes(data)
 
     def receive_descriptor(self, deadline: Deadline) -> tuple[int, bytes]:
-        """An open file and the byte that comes with it, over a Unix socket. The caller closes the file."""
+        """Receives an open file descriptor and one byte over a Unix socket. The caller closes the file."""
         while True:
             try:
                 self.socket.settimeout(deadline.slice_s())
                 data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError as error:
-                self._judge(error, deadline, "no descriptor received")
+                self._raise_unless_slice(error, deadline, "no descriptor received")
                 continue
             if not data:
-                self._judge(ConnectionResetError("closed"), deadline, "no descriptor received")
+                self._raise_unless_slice(ConnectionResetError("closed"), deadline, "no descriptor received")
             if len(descriptors) != 1:
                 raise BadTicket(f"{self.peer} sent {len(descriptors)} descriptors where 1 was due")
             return descriptors[0], data
 
     def must_be_quiet(self) -> None:
-        """Raises PeerDead where the peer has hung up, or speaks out of step."""
+        """Raises PeerDead if the peer has hung up or sent something out of turn."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         if poll.poll(0):
             raise PeerDead(f"{self.peer} hung up before it was answered")
 
     def cut(self) -> None:
-        """From any thread: whoever waits on the connection wakes with PeerDead."""
-        with contextlib.suppress(OSError):  # never connected, or closed meanwhile
+        """Shuts the connection down, from any thread; a thread that waits on it gets PeerDead."""
+        with contextlib.suppress(OSError):  # never connected, or already closed
             socket.socket.shutdown(
                 self.socket, socket.SHUT_RDWR
-            )  # not TLS's own, which forgets its state under a reader
+            )  # not TLS's own shutdown, which drops the state of a concurrent read
 
     def close(self) -> None:
         self.socket.close()
 
 
 def tune(sock: socket.socket) -> None:
-    """Small records leave at once, and a peer whose host is gone is noticed within half a minute."""
+    """Sets socket options: small records are sent at once, and a lost peer host is noticed within half a minute."""
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,8 +1,8 @@
-"""The endpoint: what all transports between processes share. How the bytes themselves move is a `Backend`.
+"""The endpoint that all transports between processes share. A `TransportBackend` moves the bytes.
 
-The source answers at its listener: PULL is answered once the arrays are computed, then the backend is sent over the
-same connection; ACK, CANCEL and ASK are one round trip. A pull that breaks off in the middle ends its offer, since a
-closed connection tells the source at once, and the destination then asks what became of it.
+The source answers at its listener: PULL is answered once the arrays are computed, then the backend sends over the
+same connection; ACK, CANCEL and ASK are one round trip each. A pull that breaks off ends its offer, since the closed
+connection informs the source at once, and the destination then asks for the reason.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from jdisagg.kv.transport.connection import Connection, Deadline, tune
 from jdisagg.kv.transport.listener import Ended, Listener, Offer, OfferTable, greet, split_address
 from jdisagg.kv.transport.ticket import Held, Ticket, TransferId, issue, verify
 
-# What one kind of transport between processes brings of its own: how the bytes move.
+# The part that differs between transports: how the bytes move.
 
 
 class Backend(Protocol):
-    """How the bytes of a granted offer move. Any thread may call; what blocks is under a deadline."""
+    """The data path of one transport. Any thread may call; calls that block take a deadline."""
 
     name: str
 
     def listen(self) -> tuple[socket.socket, str]:
-        """Where the listener stands, and its address."""
+        """Returns the listening socket and its address."""
         ...
 
     def prepare_offer(self, offer: Offer) -> None:
@@ -51,15 +51,15 @@ class Backend(Protocol):
         ...
 
     def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
-        """Source: waits until the offer can be sent; what the destination must know to receive it."""
+        """Source: waits until the offer can be sent; returns what the destination needs to receive it."""
         ...
 
     def send(self, offer: Offer, connection: Connection) -> None:
-        """Source, after the grant."""
+        """Source, after the grant: sends the bytes."""
         ...
 
     def prepare(self, ticket: Ticket) -> Any:
-        """Destination, before it asks: whatever `receive` needs room for. May raise TransferFull."""
+        """Destination, before the request: reserves room for `receive`. May raise TransferFull."""
         ...
 
     def receive(
@@ -71,23 +71,23 @@ class Backend(Protocol):
         devices: Sequence[Any],
         deadline: Deadline,
     ) -> list[Array]:
-        """Destination: the arrays, in place."""
+        """Destination: returns the arrays on `devices`."""
         ...
 
     def abandon(self, room: Any) -> None:
-        """Destination: `receive` will not be called, or failed."""
+        """Destination: frees the room after `receive` failed or if it will not be called."""
         ...
 
     def may_ack(self, ticket: Ticket) -> bool:
-        """Destination: whether the source may have its memory back now."""
+        """Destination: returns True if the source may reuse its memory now."""
         ...
 
     def release(self, offer: Offer, how: Ended) -> None:
-        """Source, once at the offer's end."""
+        """Source: frees what the offer holds, called once at its end."""
         ...
 
     def sweep(self) -> None:
-        """About twice a second."""
+        """Frees what is no longer used; called about twice a second."""
         ...
 
     @property
@@ -96,13 +96,13 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-# The destination's pool: connections to sources, kept and used again, and opened anew where a source restarted.
+# The destination's pool of connections to sources, reused, and opened again after a source restarted.
 
-UNIX = "unix:"  # an abstract socket's name follows
+UNIX = "unix:"  # prefix of the name of an abstract socket
 
 
 class ConnectionPool:
-    """Idle connections by address; a connection is nobody else's from `ask` until `give_back` or its end."""
+    """Idle connections by address; a connection belongs to its caller from `ask` until `give_back` or its end."""
 
     def __init__(self, config: TransportConfig) -> None:
         self._config = config
@@ -111,11 +111,11 @@ class ConnectionPool:
         self._closed = False
 
     def ask(self, address: str, record: dict[str, Any], deadline: Deadline) -> tuple[Connection, dict[str, Any]]:
-        """The reply, and the connection it came by. A kept one that has died is replaced by a fresh one, once."""
-        kept = self._take(address)
-        if kept is not None:
+        """Returns the reply and its connection. An idle connection that has died is replaced by a new one, once."""
+        idle = self._take(address)
+        if idle is not None:
             try:
-                return kept, exchange(kept, record, deadline)
+                return idle, exchange(idle, record, deadline)
             except PeerDead:
                 self._drop(address)
         connection = self._open(address, deadline)
@@ -129,7 +129,7 @@ class ConnectionPool:
         connection.close()
 
     def sweep(self, now_s: float) -> None:
-        """Closes what was idle too long."""
+        """Closes connections that were idle too long."""
         oldest_s = now_s - self._config.idle_timeout_s
         with self._lock:
             stale = [
@@ -138,8 +138,10 @@ class ConnectionPool:
                 for connection, since_s in connections
                 if since_s < oldest_s
             ]
-            kept = {at: [each for each in connections if each[1] >= oldest_s] for at, connections in self._idle.items()}
-            self._idle = {at: connections for at, connections in kept.items() if connections}
+            fresh = {
+                at: [each for each in connections if each[1] >= oldest_s] for at, connections in self._idle.items()
+            }
+            self._idle = {at: connections for at, connections in fresh.items() if connections}
         for connection in stale:
             connection.close()
 
@@ -161,7 +163,7 @@ class ConnectionPool:
             return connections.pop()[0] if connections else None
 
     def _drop(self, address: str) -> None:
-        """All idle connections to a source that has died once are to its earlier life."""
+        """Closes all idle connections to a source, which are stale once one of them has died."""
         with self._lock:
             connections = self._idle.pop(address, [])
         for connection, _ in connections:
@@ -173,19 +175,19 @@ class ConnectionPool:
         connection = Connection(sock, f"the source at {address}")
         try:
             self._secure(connection, address, deadline)
-            self._greet(connection, deadline)
+            self._handshake(connection, deadline)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _greet(self, connection: Connection, deadline: Deadline) -> None:
-        """A source that takes the connection and then says nothing holds up no pull for longer than a control word."""
+    def _handshake(self, connection: Connection, deadline: Deadline) -> None:
+        """Runs the handshake within the time of a control message, so that a silent source fails the pull early."""
         most_s = self._config.control_timeout_s
         try:
             greet(connection, self._config, deadline.within(most_s))
         except TransferTimeout as error:
-            deadline.left_s()  # where the whole pull is over, that is what it is
+            deadline.left_s()  # raises if the whole pull is over
             raise PeerDead(f"{deadline.what}: {connection.peer} did not greet us within {most_s:g} s") from error
 
     def _secure(self, connection: Connection, address: str, deadline: Deadline) -> None:
@@ -200,7 +202,7 @@ class ConnectionPool:
 
 
 def exchange(connection: Connection, record: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-    """Sends a request and waits for its answer; the connection is closed where either fails."""
+    """Sends a request and returns its reply; closes the connection if either fails."""
     try:
         connection.send_record(record, deadline)
         return connection.receive_record(deadline)
@@ -210,7 +212,7 @@ def exchange(connection: Connection, record: dict[str, Any], deadline: Deadline)
 
 
 def connect(address: str, deadline: Deadline, deadline_s: float) -> socket.socket:
-    """A connected socket. Raises PeerDead where nobody answers by the deadline, or what `deadline` raises."""
+    """Returns a connected socket. Raises PeerDead if there is no answer by the deadline, or what `deadline` raises."""
     family, target = _target(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -235,24 +237,24 @@ def _target(address: str) -> tuple[socket.AddressFamily, Any]:
         return socket.AF_UNIX, "\0" + address.removeprefix(UNIX)
     host, port = split_address(address)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise PeerDead(f"the host of {address} is not known ({error})") from error
-    return found[0][0], found[0][4]
+    return addresses[0][0], addresses[0][4]
 
 
-# The source's side of an endpoint: what it has on offer, and its answers to whoever pulls, acks, cancels or asks.
+# The source's half of an endpoint: its offers, and its replies to pull, ack, cancel and ask.
 
 
 class OfferServer:
-    """`offers` is the table; `answer` serves one request. Any thread may call."""
+    """Answers requests about the offers in `offers`. Any thread may call."""
 
     def __init__(self, config: TransportConfig, backend: Backend) -> None:
         self._config, self._backend = config, backend
         self.offers = OfferTable(config.offer_limit_bytes, config.clock, backend.release)
 
     def add(self, ticket: Ticket, arrays: Sequence[Array], deadline_s: float) -> None:
-        """Holds the arrays for the ticket. Raises TransferFull; then nothing is held."""
+        """Holds the arrays for the ticket. Raises TransferFull and then holds nothing."""
         offer = self.offers.add(ticket, list(arrays), deadline_s)
         try:
             self._backend.prepare_offer(offer)
@@ -261,7 +263,7 @@ class OfferServer:
             raise
 
     def answer(self, connection: Connection, record: dict[str, Any]) -> None:
-        """One request at the listener, in its connection's thread."""
+        """Serves one request of the listener, in its connection's thread."""
         what, number, tag = record.get("do"), record.get("id"), record.get("tag")
         if not isinstance(number, int) or not isinstance(tag, str):
             raise BadTicket(f"{connection.peer} asks {str(record)[:80]}, which names no ticket")
@@ -291,7 +293,7 @@ class OfferServer:
             self._backend.send(offer, connection)
         except BaseException as error:
             self.offers.end(number, Ended.BROKEN)
-            if isinstance(error, TransferRefused):  # the arrays are lost; nothing of the backend has been sent
+            if isinstance(error, TransferRefused):  # the arrays are lost, and the backend has sent nothing
                 connection.send_record(refusal(error), reply)
                 return
             raise
@@ -305,7 +307,7 @@ REFUSALS = {each.__name__: each for each in (TransferRefused, TransferFull, Tran
 
 
 class Endpoint:
-    """A `Transport` between processes that carries one kind of backend."""
+    """The `Transport` between processes over one backend."""
 
     def __init__(self, config: TransportConfig, backend: Backend) -> None:
         self.config, self.backend, self.name = config, backend, backend.name
@@ -348,23 +350,21 @@ class Endpoint:
             connection, grant = self._pool.ask(ticket.address, request, deadline)
             with self._closed_on_failure(ticket, connection):
                 raise_refusal(grant)
-                lands_s = self._lands_s(ticket, grant)
+                arrival_s = self._arrival_s(ticket, grant)
                 arrays = self.backend.receive(ticket, room, grant, connection, devices, deadline)
-                deadline.wait_until(lands_s)
+                deadline.wait_until(arrival_s)
         except PeerDead as error:
             self.backend.abandon(room)
-            raise self._diagnosis(ticket, deadline, error) from error
+            raise self._error_of_hangup(ticket, deadline, error) from error
         except BaseException:
             self.backend.abandon(room)
             raise
         self._pool.give_back(ticket.address, connection)
         return arrays
 
-    def _lands_s(self, ticket: Ticket, grant: dict[str, Any]) -> float:
-        """When the bytes will be here at the earliest: at once, or as the emulated link says.
-
-        What the source did with the bytes before its grant is part of the transfer, not of the wait for them.
-        """
+    def _arrival_s(self, ticket: Ticket, grant: dict[str, Any]) -> float:
+        """Returns the earliest arrival time of the bytes: 0, or the time that the emulated link needs. The time in
+        which the source copied the bytes before its grant counts as part of the transfer."""
         if self.config.link is None:
             return 0.0
         copied_s = grant.get("copied_s", 0.0)
@@ -374,7 +374,8 @@ class Endpoint:
 
     @contextlib.contextmanager
     def _closed_on_failure(self, ticket: Ticket, connection: Connection):
-        """`cancel` can cut the connection; a refusal leaves it whole, anything else ends it and so tells the source."""
+        """Lets `cancel` cut the connection. A refusal keeps it open; any other error closes it, which informs the
+        source."""
         self._pulls[ticket.id][1].append(connection)
         try:
             yield
@@ -385,8 +386,8 @@ class Endpoint:
             connection.close()
             raise
 
-    def _diagnosis(self, ticket: Ticket, deadline: Deadline, error: PeerDead) -> TransportError:
-        """Why the source hung up: it tells, if it lives."""
+    def _error_of_hangup(self, ticket: Ticket, deadline: Deadline, error: PeerDead) -> TransportError:
+        """Returns the error to raise after the source hung up: the source's own reason if it still answers."""
         deadline_s = min(deadline.deadline_s, self.config.clock() + self.config.control_timeout_s)
         try:
             reply = self._control("ask", ticket, deadline_s)
@@ -402,7 +403,7 @@ class Endpoint:
             self._offers.end(ticket.id, Ended.ACKED_HERE)
             return True
         if self.backend.may_ack(ticket):
-            return self._tell("ack", ticket)
+            return self._notify("ack", ticket)
         with self._lock:
             self._late_acks[ticket.id] = ticket
         return True
@@ -418,7 +419,7 @@ class Endpoint:
         if ticket.address == self.address:
             self._offers.end(ticket.id, Ended.CANCELLED)
             return True
-        return self._tell("cancel", ticket)
+        return self._notify("cancel", ticket)
 
     def expire(self, now_s: float) -> list[Ticket]:
         self._pool.sweep(now_s)
@@ -451,9 +452,9 @@ class Endpoint:
             for ticket in ready:
                 del self._late_acks[ticket.id]
         for ticket in ready:
-            self._tell("ack", ticket)
+            self._notify("ack", ticket)
 
-    def _tell(self, what: str, ticket: Ticket) -> bool:
+    def _notify(self, what: str, ticket: Ticket) -> bool:
         try:
             self._control(what, ticket, self.config.clock() + self.config.control_timeout_s)
         except TransportError:
@@ -470,7 +471,7 @@ class Endpoint:
 
 
 def raise_refusal(reply: dict[str, Any]) -> None:
-    """Raises what the source's answer says, in its words."""
+    """Raises the error that the source's reply names, with its text."""
     if "refused" in reply:
         kind = REFUSALS.get(str(reply["refused"]), TransferRefused)
         raise kind(f"the source refuses: {str(reply.get('detail'))[:400]}")

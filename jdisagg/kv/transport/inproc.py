@@ -1,4 +1,4 @@
-"""Within one process: every array goes to its device by `device_put`, asynchronously; nothing is copied to the host."""
+"""The transport within one process: every array goes to its device by asynchronous `device_put`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jdisagg.kv.transport.ticket import Held, Ticket, TransferId, issue, verify
 
 
 class Inproc:
-    """Both ends are this object. `pull` returns before the arrays have landed, and before they are computed."""
+    """The transport whose two ends are this object. `pull` returns before the arrays have arrived or been computed."""
 
     name = "inproc"
 
     def __init__(self, config: TransportConfig) -> None:
         self.config = config
         self.address = f"inproc:{secrets.token_hex(8)}"
-        self._offers = OfferTable(config.offer_limit_bytes, config.clock, _nothing_else_to_free)
+        self._offers = OfferTable(config.offer_limit_bytes, config.clock, _release_nothing)
 
     def offer(self, transfer: TransferId, arrays: Sequence[Array], deadline_s: float) -> Ticket:
         ticket = issue(self.name, self.address, transfer, arrays, self.config.secret)
@@ -42,19 +42,19 @@ class Inproc:
         offer = self._offers.grant(ticket.id)
         sources = list(offer.arrays)
         try:
-            landed = jax.device_put(sources, list(devices))
+            arrays_there = jax.device_put(sources, list(devices))
         except RuntimeError as error:
             self._offers.end(ticket.id, Ended.BROKEN)
             raise TransferRefused(f"pull {ticket.id}: an offered array is lost ({error})") from error
         if self.config.link is not None:
-            self._crawl(offer, sources, deadline)
-        return landed
+            self._wait_for_link(offer, sources, deadline)
+        return arrays_there
 
-    def _crawl(self, offer: Offer, sources: list[Array], deadline: Deadline) -> None:
-        """Takes as long as the emulated link would, from the moment the arrays are computed."""
+    def _wait_for_link(self, offer: Offer, sources: list[Array], deadline: Deadline) -> None:
+        """Waits as long as the emulated link would take, from the moment the arrays are computed."""
         assert self.config.link is not None
         offer.on_end = lambda: deadline.call_off("the ticket ended")
-        if offer.deadline.is_off:  # it ended before it could tell
+        if offer.deadline.is_off:  # ended before `on_end` was set
             offer.on_end()
         deadline.wait_computed(sources)
         deadline.wait_until(self.config.link.send(self.config.clock(), offer.ticket.nbytes))
@@ -77,5 +77,5 @@ class Inproc:
         self._offers.end_all()
 
 
-def _nothing_else_to_free(_offer: Offer, _how: Ended) -> None:
-    """The table drops the arrays itself."""
+def _release_nothing(_offer: Offer, _how: Ended) -> None:
+    """Does nothing; the table drops the arrays itself."""

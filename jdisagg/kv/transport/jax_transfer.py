@@ -1,15 +1,15 @@
-"""By `jax.experimental.transfer`: for accelerators, whose arrays it moves without our touching the host copy.
+"""The transport over `jax.experimental.transfer`, for accelerators: jdisagg does not touch the host copy of the arrays.
 
-Its server is left nothing to decide. What was measured of it, and what is done about it here:
-- a pull that is never answered stays pending for ever: the source grants it over our own connection first, and the
-  destination polls `is_ready` under its deadline;
-- the only way to end a pending pull is to poison its connection, and one whose server has died stays broken: so a
-  connection carries one pull at a time, and after any failure it is poisoned and never used again;
-- where arrays are deleted at their source in the middle of a pull (the destination was frozen for longer than the
-  deadline), neither server completes another pull with anybody, ever: so pulls and offers have servers of their own,
-  and after a failure the next one begins on a new server. What was stuck stays behind: some 40 MB and 5 descriptors;
-- timeouts are swept only when the server next hears something: the listener's tick makes it hear something;
-- an offer never pulled is kept for ever: at its end its arrays are deleted, which frees them at once.
+Measured behaviour of its server, and how this module handles it:
+- A pull that is never answered stays pending for ever. So the source grants it over our own connection first, and the
+  destination polls `is_ready` under its deadline.
+- Poisoning a connection is the only way to end a pending pull, and a connection whose server has died stays broken. So
+  a connection carries one pull at a time, and is poisoned and never used again after any failure.
+- If arrays are deleted at their source during a pull (the destination was frozen for longer than the deadline), neither
+  server ever completes another pull. So pulls and offers have servers of their own, and after a failure the next one
+  begins on a new server. The old server leaks about 40 MB and 5 descriptors.
+- Timeouts are swept only when the server next receives something. The listener's tick sends it something.
+- An offer that is never pulled is kept for ever. At its end its arrays are deleted, which frees them at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from jdisagg.kv.transport.endpoint import Endpoint
 from jdisagg.kv.transport.listener import Ended, Offer, listen_tcp, split_address
 from jdisagg.kv.transport.ticket import DTYPES, ID_BITS, Ticket
 
-SOCKETS = 4  # for data; with none it only reaches its own process
-COPIES, CHUNK_BYTES = 8, 4 << 20  # the defaults, 256 MiB chunks, reserve 6.4 GB of addresses and are no faster
-LINGER_S = 5.0  # the server's own timeout is only a net under ours
+SOCKETS = 4  # for data; with none the server reaches only its own process
+COPIES, CHUNK_BYTES = 8, 4 << 20  # the default, 256 MiB chunks, reserves 6.4 GB of addresses and is no faster
+LINGER_S = 5.0  # the server's own timeout is only a second safeguard after ours
 
 
 def jax_transfer(config: TransportConfig) -> Endpoint:
-    """Between two processes of one jax version; each array goes between single devices of one platform."""
+    """Returns an endpoint between two processes of one jax version. Each array goes between single devices of one
+    platform."""
     return Endpoint(config, JaxBackend(config))
 
 
@@ -52,7 +53,7 @@ class JaxBackend:
         host = split_address(config.advertise + ":0" if config.advertise else config.listen)[0]
         self._here = f"[{host}]:0" if ":" in host else f"{host}:0"
         self._lock = threading.Lock()
-        self._source: Any = None  # servers are made when first needed, and again after a failure
+        self._source: Any = None  # servers are started when first needed, and again after a failure
         self._puller: Any = None
         self._idle: dict[str, list[Any]] = {}
         self._pulling: dict[int, int] = {}  # ticket -> bytes
@@ -62,7 +63,7 @@ class JaxBackend:
         return listen_tcp(self._config)
 
     def prepare_offer(self, offer: Offer) -> None:
-        """Nothing yet: an offer that no one has asked for is not the server's to keep."""
+        """Does nothing yet: the server would keep an offer that is never pulled."""
 
     def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
         arrays = list(offer.arrays)
@@ -76,14 +77,14 @@ class JaxBackend:
         return {"server": server.address()}
 
     def send(self, offer: Offer, connection: Connection) -> None:
-        """The server does, whenever the destination's server asks."""
+        """Sends nothing; the server does when the destination's server asks."""
 
     def prepare(self, ticket: Ticket) -> int:
         with self._lock:
-            held_bytes = sum(self._pulling.values())
-            if held_bytes + ticket.nbytes > self._config.pull_limit_bytes:
+            pulling_bytes = sum(self._pulling.values())
+            if pulling_bytes + ticket.nbytes > self._config.pull_limit_bytes:
                 raise TransferFull(
-                    f"{ticket.nbytes} bytes to pull beside {held_bytes} under way is over the limit of "
+                    f"{ticket.nbytes} bytes to pull beside {pulling_bytes} under way is over the limit of "
                     f"{self._config.pull_limit_bytes}"
                 )
             self._pulling[ticket.id] = ticket.nbytes
@@ -110,7 +111,7 @@ class JaxBackend:
             arrays = channel.pull(ticket.id, wanted, timeout=in_seconds(deadline.left_s() + LINGER_S))
             wait_landed(arrays, connection, deadline)
         except BaseException:
-            channel._poison_connection()  # the only way there is to end a pending pull
+            channel._poison_connection()  # the only way to end a pending pull
             self._drop(puller)
             raise
         with self._lock:
@@ -120,7 +121,7 @@ class JaxBackend:
         return arrays
 
     def abandon(self, room: int) -> None:
-        """The pull is over, one way or the other."""
+        """Releases the bytes that the pull reserved."""
         with self._lock:
             self._pulling.pop(room, None)
 
@@ -128,7 +129,7 @@ class JaxBackend:
         return True
 
     def release(self, offer: Offer, how: Ended) -> None:
-        """Deletes what was handed to the server and not fetched: it would keep it."""
+        """Deletes arrays that were handed to the server and not fetched, since the server would keep them."""
         server, arrays = offer.staged or (None, ())
         if server is not None and how not in (Ended.ACKED, Ended.ACKED_HERE):
             with self._lock:
@@ -145,13 +146,13 @@ class JaxBackend:
         return sum(self._pulling.values())
 
     def close(self) -> None:
-        """The server itself has no end but its last reference's."""
+        """Drops the servers; a server stops when its last reference goes."""
         with self._lock:
             self._source = self._puller = None
             self._idle.clear()
 
     def _take(self, address: str) -> tuple[Any, Any]:
-        """(the server that pulls, a connection of it that nobody uses)."""
+        """Returns the pulling server and one of its idle connections."""
         with self._lock:
             if self._puller is None:
                 self._puller = start_server(self._here)
@@ -159,14 +160,14 @@ class JaxBackend:
             return self._puller, idle.pop() if idle else self._puller.connect(address)
 
     def _drop(self, puller: Any) -> None:
-        """Pulls to come are another server's; those that this one has under way end by themselves."""
+        """Moves later pulls to a new server; those in progress on this one end by themselves."""
         with self._lock:
             if puller is self._puller:
                 self._puller = None
                 self._idle.clear()
 
     def _tick(self) -> None:
-        """Makes the server sweep, which it does when it is given something: a scalar that has timed out already."""
+        """Makes the server sweep its timeouts by giving it a scalar that has timed out already."""
         with self._lock:
             server = self._source
         if server is not None:
@@ -180,12 +181,12 @@ def start_server(address: str) -> Any:
         [address] * SOCKETS,
         max_num_parallel_copies=COPIES,
         transfer_size=CHUNK_BYTES,
-        use_raw_buffers=False,  # with them an array deleted in the middle would be read all the same
+        use_raw_buffers=False,  # raw buffers would still be read if an array is deleted in the middle
     )
 
 
 def wait_landed(arrays: Sequence[Any], connection: Connection, deadline: Deadline) -> None:
-    """Raises PeerDead where the other server went away, or what the deadline raises."""
+    """Waits for the arrays. Raises PeerDead if the other server went away, or what the deadline raises."""
     while not all(array.is_ready() for array in arrays):
         connection.must_be_quiet()
         deadline.sleep(0.0005)
@@ -198,5 +199,5 @@ def wait_landed(arrays: Sequence[Any], connection: Connection, deadline: Deadlin
 
 
 def in_seconds(seconds: float) -> datetime.datetime:
-    """The server's deadlines are absolute and local."""
+    """Returns the time in `seconds` as the absolute local time that the server expects."""
     return datetime.datetime.now() + datetime.timedelta(seconds=seconds)

@@ -1,4 +1,4 @@
-"""The source's listener: a listening socket, one thread that accepts, and one thread per connection that serves it."""
+"""The source's side of a transport: its offers, the handshake, and the listener with one thread per connection."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from jdisagg.kv.transport.config import Identity, TransportConfig
 from jdisagg.kv.transport.connection import Clock, Connection, Deadline, tune
 from jdisagg.kv.transport.ticket import Ticket
 
-# The source's ledger: every offer from its making to its one end, with its bytes, and why it ended.
+# The source's offers, each from its creation to its one end, with its bytes and the reason of its end.
 
-REMEMBERED = 4096  # ended offers whose end a late pull is told
+REMEMBERED = 4096  # ended offers whose outcome a late pull can still learn
 
 
 class Ended(StrEnum):
-    ACKED = "acked"  # the destination says so, and that it reads no memory of ours any more
-    ACKED_HERE = "acked at the source"  # the destination may still read what it adopted
+    ACKED = "acked"  # the destination acknowledged, and no longer reads our memory
+    ACKED_HERE = "acked at the source"  # the destination may still read the memory it adopted
     CANCELLED = "cancelled"
     EXPIRED = "expired"
-    BROKEN = "broken off"  # the peer went away, or the arrays were lost, in the middle
+    BROKEN = "broken off"  # the peer went away, or the arrays were lost, during the transfer
 
 
 @dataclass(eq=False, slots=True)
 class Offer:
-    """One ticket's arrays. `deadline` is called off when the offer ends, so whoever works on it stops."""
+    """One ticket's arrays. `deadline` is called off when the offer ends, so that threads working on it stop."""
 
     ticket: Ticket
     arrays: list[Array]
     deadline: Deadline
-    pulled: bool = False
-    staged: Any = None  # what the transport keeps with it
+    is_pulled: bool = False
+    staged: Any = None  # state of the transport for this offer
     on_end: Callable[[], None] | None = None  # wakes a pull of the same process
 
 
@@ -69,7 +69,7 @@ class OfferTable:
         self._past: OrderedDict[int, Ended] = OrderedDict()
 
     def add(self, ticket: Ticket, arrays: list[Array], deadline_s: float) -> Offer:
-        """Raises TransferFull where the bytes would go over the limit."""
+        """Adds an offer. Raises TransferFull if its bytes would exceed the limit."""
         deadline = Deadline(f"offer {ticket.id} of {ticket.transfer.handoff!r}", deadline_s, self._clock)
         offer = Offer(ticket, arrays, deadline)
         with self._lock:
@@ -82,19 +82,20 @@ class OfferTable:
         return offer
 
     def grant(self, number: int) -> Offer:
-        """The offer, now pulled. Raises TransferRefused: there is none, it has ended, or it was pulled before."""
+        """Returns the offer and marks it pulled. Raises TransferRefused if it is unknown, has ended or was pulled
+        before."""
         with self._lock:
             offer = self._offers.get(number)
             if offer is None:
                 end = self._past.get(number)
                 raise TransferRefused(f"offer {number} {f'has ended: {end}' if end else 'is unknown here'}")
-            if offer.pulled:
+            if offer.is_pulled:
                 raise TransferRefused(f"offer {number} was pulled before; a ticket is good for one pull")
-            offer.pulled = True
+            offer.is_pulled = True
         return offer
 
     def end(self, number: int, how: Ended) -> bool:
-        """Whether this was its end: False where it had ended before or was never there."""
+        """Ends an offer. Returns False if it had ended before or never existed."""
         with self._lock:
             offer = self._offers.pop(number, None)
             if offer is None:
@@ -110,7 +111,7 @@ class OfferTable:
         return True
 
     def expire(self, now_s: float) -> list[Ticket]:
-        """Ends what is past its deadline."""
+        """Ends every offer whose deadline has passed."""
         with self._lock:
             due = [each.ticket for each in self._offers.values() if each.deadline.deadline_s <= now_s]
         return [ticket for ticket in due if self.end(ticket.id, Ended.EXPIRED)]
@@ -122,12 +123,12 @@ class OfferTable:
             self.end(number, Ended.CANCELLED)
 
     def ended(self, number: int) -> Ended | None:
-        """How it ended, where that is still remembered."""
+        """Returns how the offer ended; None if it has not, or is no longer remembered."""
         with self._lock:
             return self._past.get(number)
 
     def tag_of(self, number: int) -> str:
-        """The offer's tag; where there is none, a text that no tag equals."""
+        """Returns the offer's tag; if there is no offer, a text that no tag equals."""
         with self._lock:
             offer = self._offers.get(number)
             return offer.ticket.tag if offer else "none"
@@ -141,11 +142,10 @@ class OfferTable:
             return sum(offer.ticket.nbytes for offer in self._offers.values())
 
 
-# The handshake: both ends prove that they know the secret, then show what they run.
+# The handshake: both ends prove that they know the secret, then send what they run.
 #
-# Challenge and response by HMAC-SHA256 over two fresh nonces, the role and the identity, so that nothing of it
-# can be replayed or reflected. An end of another identity learns ours only after it has proved that it is of the
-# cluster.
+# Challenge and response use HMAC-SHA256 over two fresh nonces, the role and the identity, so that no part of it can be
+# replayed or reflected. A peer learns our identity only after it has proved that it knows the secret.
 
 PROTOCOL = 1
 NONCE_BYTES = 32
@@ -153,25 +153,25 @@ HANDSHAKE_BYTES = 8 << 10  # the longest record of a handshake
 
 
 def answer(connection: Connection, config: TransportConfig, deadline: Deadline) -> None:
-    """The source's part. Raises PeerMismatch after telling the peer."""
+    """Runs the source's half of the handshake. Raises PeerMismatch after a reply to the peer."""
     nonce = secrets.token_hex(NONCE_BYTES)
     connection.send_record({"jdisagg": PROTOCOL, "nonce": nonce}, deadline)
-    theirs = connection.receive_record(deadline, HANDSHAKE_BYTES)
-    if not _proves(theirs, "pulls", nonce + _nonce(theirs), config.secret):
+    reply = connection.receive_record(deadline, HANDSHAKE_BYTES)
+    if not _proves(reply, "pulls", nonce + _nonce(reply), config.secret):
         connection.send_record({"refused": "secret"}, deadline)
         raise PeerMismatch(f"{connection.peer} does not share our secret")
-    connection.send_record(_proof("offers", nonce + _nonce(theirs), config), deadline)
-    compare(config.identity, theirs["identity"], connection.peer)
+    connection.send_record(_proof("offers", nonce + _nonce(reply), config), deadline)
+    compare(config.identity, reply["identity"], connection.peer)
 
 
 def greet(connection: Connection, config: TransportConfig, deadline: Deadline) -> None:
-    """The destination's part. Raises PeerMismatch."""
-    theirs = connection.receive_record(deadline, HANDSHAKE_BYTES)
-    if theirs.get("jdisagg") != PROTOCOL:
-        said = f"{connection.peer} speaks protocol {theirs.get('jdisagg')!r:.40}"
-        raise PeerMismatch(f"{said}, we speak {PROTOCOL}: install the same jdisagg")
+    """Runs the destination's half of the handshake. Raises PeerMismatch."""
+    challenge = connection.receive_record(deadline, HANDSHAKE_BYTES)
+    if challenge.get("jdisagg") != PROTOCOL:
+        reason = f"{connection.peer} speaks protocol {challenge.get('jdisagg')!r:.40}"
+        raise PeerMismatch(f"{reason}, we speak {PROTOCOL}: install the same jdisagg")
     nonce = secrets.token_hex(NONCE_BYTES)
-    both = _nonce(theirs) + nonce
+    both = _nonce(challenge) + nonce
     connection.send_record({"nonce": nonce} | _proof("pulls", both, config), deadline)
     reply = connection.receive_record(deadline, HANDSHAKE_BYTES)
     if not _proves(reply, "offers", both, config.secret):
@@ -180,7 +180,7 @@ def greet(connection: Connection, config: TransportConfig, deadline: Deadline) -
 
 
 def compare(ours: Identity, record: Any, peer: str) -> None:
-    """Raises PeerMismatch with both fingerprints and the fields that differ."""
+    """Raises PeerMismatch with both fingerprints and the differing fields if the identities differ."""
     try:
         theirs = Identity(**{each.name: str(record[each.name]) for each in fields(Identity)})
     except (KeyError, TypeError) as error:
@@ -216,10 +216,10 @@ def _mac(role: str, nonces: str, identity: Any, secret: bytes) -> str:
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
-# Peers that have connected and not yet proved that they share our secret: so many at once, and each for so long.
+# Peers that have connected and not yet proved that they know the secret, limited in number and in time.
 #
-# Whoever has the secret proves it in milliseconds. So where there are too many, one of those that wait the
-# longest is cut off, of the host that has the most: strangers who say nothing are in nobody's way but their own.
+# A peer with the secret proves it in milliseconds. If there are too many, the longest waiting one of the host with the
+# most pending handshakes is cut off, so that silent connections of one host cannot block the others.
 
 
 @dataclass(eq=False, slots=True)
@@ -231,24 +231,26 @@ class _Handshake:
 
 
 class PendingHandshakes:
-    """At most `limit` at once, each for at most `timeout_s` seconds. Any thread may call."""
+    """Peers in the middle of their handshake: at most `limit`, each for at most `timeout_s` seconds. Any thread may
+    call."""
 
     def __init__(self, limit: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._timeout_s, self._clock = limit, timeout_s, clock
         self._lock = threading.Lock()
-        self._pending: dict[_Handshake, None] = {}  # in the order they came
+        self._pending: dict[_Handshake, None] = {}  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._pending)
 
     @contextmanager
     def admit(self, host: str, cut: Callable[[], object]) -> Iterator[None]:
-        """For the time of a handshake; `cut` ends it, from any thread. Raises PeerDead where it was called."""
+        """Counts a peer as pending for the `with` block; `cut` may end it from any thread. Raises PeerDead if it was
+        called."""
         handshake = _Handshake(host, self._clock(), cut)
         with self._lock:
             self._pending[handshake] = None
-            crowded = [self._take_longest()] if len(self._pending) > self._limit else []
-        self._cut(crowded)
+            excess = [self._take_longest()] if len(self._pending) > self._limit else []
+        self._cut(excess)
         try:
             yield
         finally:
@@ -258,7 +260,7 @@ class PendingHandshakes:
             raise PeerDead(f"a peer of {host} was cut off in the middle of its handshake")
 
     def sweep(self) -> None:
-        """Cuts off who has taken too long."""
+        """Cuts off the peers whose handshake has taken too long."""
         oldest_s = self._clock() - self._timeout_s
         with self._lock:
             late = [handshake for handshake in self._pending if handshake.since_s < oldest_s]
@@ -267,9 +269,9 @@ class PendingHandshakes:
         self._cut(late)
 
     def _take_longest(self) -> _Handshake:
-        """The one that has waited longest, of the host that has the most."""
-        fullest = Counter(handshake.host for handshake in self._pending).most_common(1)[0][0]
-        handshake = next(handshake for handshake in self._pending if handshake.host == fullest)
+        """Removes and returns the longest waiting handshake of the host that has the most."""
+        busiest_host = Counter(handshake.host for handshake in self._pending).most_common(1)[0][0]
+        handshake = next(handshake for handshake in self._pending if handshake.host == busiest_host)
         self._take(handshake)
         return handshake
 
@@ -285,14 +287,14 @@ class PendingHandshakes:
 log = logging.getLogger("jdisagg.kv")
 
 TICK_S = 0.5
-PAUSE_S = 0.05  # where no connection can be taken, for want of descriptors
+PAUSE_S = 0.05  # before the next try if no connection can be accepted for lack of descriptors
 BACKLOG = 128
-MAX_STRANGERS = 64  # connections in the middle of their handshake
+MAX_PENDING_HANDSHAKES = 64  # connections in the middle of their handshake
 Serve = Callable[[Connection, dict[str, Any]], None]
 
 
 def listen_tcp(config: TransportConfig) -> tuple[socket.socket, str]:
-    """The listening socket and the address that tickets name. Raises ConfigError where it cannot be had."""
+    """Returns the listening socket and the address that tickets name. Raises ConfigError if it cannot be opened."""
     host, port = split_address(config.listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -308,7 +310,7 @@ def listen_tcp(config: TransportConfig) -> tuple[socket.socket, str]:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT or [IPv6]:PORT. Raises ConfigError."""
+    """Splits HOST:PORT or [IPv6]:PORT. Raises ConfigError."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"an address is written HOST:PORT, not {address!r}")
@@ -320,14 +322,14 @@ def port_of(listener: socket.socket) -> int:
 
 
 class Listener:
-    """`serve(connection, record)` answers one request; `tick` is called about twice a second."""
+    """Accepts connections; `serve(connection, record)` answers a request, `tick` is called about twice a second."""
 
     def __init__(
         self, listener: socket.socket, config: TransportConfig, serve: Serve, tick: Callable[[], None]
     ) -> None:
         self._listener, self._config, self._serve, self._tick = listener, config, serve, tick
         self._lock = threading.Lock()
-        self._handshakes = PendingHandshakes(MAX_STRANGERS, config.control_timeout_s, config.clock)
+        self._handshakes = PendingHandshakes(MAX_PENDING_HANDSHAKES, config.control_timeout_s, config.clock)
         self._connections: dict[threading.Thread, Connection] = {}
         self._closed = False
         self._acceptor = threading.Thread(target=self._accept, name="kv-listener", daemon=True)
@@ -339,7 +341,7 @@ class Listener:
             return len(self._connections)
 
     def close(self) -> None:
-        """Hangs up on everybody and waits for the threads."""
+        """Cuts all connections and waits for the threads."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
@@ -366,21 +368,21 @@ class Listener:
         try:
             with contextlib.suppress(TimeoutError):
                 self._admit(self._listener.accept()[0])
-        except OSError:  # the peer left again, we are closing, or there are no descriptors: then not again at once
+        except OSError:  # the peer left, we are closing, or no descriptors are left: pause before the next try
             time.sleep(PAUSE_S)
 
     def _admit(self, sock: socket.socket) -> None:
         tune(sock)
         connection = Connection(sock, f"the peer at {_name_of(sock)}")
-        thread = threading.Thread(target=self._attend, args=(connection,), name="kv-sender", daemon=True)
+        thread = threading.Thread(target=self._serve_connection, args=(connection,), name="kv-sender", daemon=True)
         with self._lock:
-            if len(self._connections) >= self._config.max_connections + 2 * MAX_STRANGERS:
+            if len(self._connections) >= self._config.max_connections + 2 * MAX_PENDING_HANDSHAKES:
                 connection.close()
                 return
             self._connections[thread] = connection
         thread.start()
 
-    def _attend(self, connection: Connection) -> None:
+    def _serve_connection(self, connection: Connection) -> None:
         try:
             handshake = Deadline("handshake", self._config.clock() + self._config.control_timeout_s, self._config.clock)
             with self._handshakes.admit(_host_of(connection.socket), connection.cut):
@@ -389,8 +391,8 @@ class Listener:
             while not self._closed:
                 self._serve(connection, connection.receive_record(None))
         except TransportError:
-            connection.cut()  # the peer sees it, and the ticket's own error has been told where there was a ticket
-        except Exception as error:  # whatever it said: its connection goes, and nothing else
+            connection.cut()  # the peer sees the cut, and the error was reported with the ticket if there was one
+        except Exception as error:  # any other fault of the peer ends only its own connection
             log.warning("%s is cut off: %s: %r", connection.peer, type(error).__name__, str(error)[:200])
             connection.cut()
         finally:
@@ -405,14 +407,14 @@ class Listener:
                 secured = self._config.tls_server.wrap_socket(
                     connection.socket, server_side=True, do_handshake_on_connect=False
                 )
-                connection.socket = secured  # before the handshake: it can be cut
+                connection.socket = secured  # before the handshake, so that it can be cut
                 secured.do_handshake()
             except (ssl.SSLError, OSError) as error:
                 raise TransportError(f"no TLS with {connection.peer}: {error}") from error
 
 
 def _host_of(sock: socket.socket) -> str:
-    """The same for all of a host; those of this host's own sockets have none."""
+    """Returns the address of the peer's host; "" for a Unix socket."""
     with contextlib.suppress(OSError):
         name = sock.getpeername()
         return str(name[0]) if name and isinstance(name, tuple) else ""

@@ -1,7 +1,7 @@
 """Receive buffers: aligned, pooled and leased to jax, which reads them in place.
 
-jax adopts a 64-byte aligned buffer without a copy and reads it for as long as the array, or a program that was given
-it, lives. So a buffer is not taken back on anybody's word: a lease ends when nothing refers to the memory any more.
+jax adopts a 64-byte aligned buffer without a copy, and reads it as long as the array or a program that got it lives.
+So a lease ends only when nothing refers to the memory any more.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 from jdisagg.core.errors import TransferFull
 from jdisagg.kv.transport.ticket import DTYPES, ArraySpec
 
-ALIGNMENT = 64  # bytes; what the CPU client adopts
+ALIGNMENT = 64  # bytes; required by the CPU client for adoption
 SMALLEST_BYTES = 1 << 16
-SPARE_SHARE = 0.5  # of the limit: as much as that stays mapped between transfers
+SPARE_SHARE = 0.5  # share of the limit that stays mapped between transfers
 
 
 def offsets_of(specs: Sequence[ArraySpec]) -> tuple[list[int], int]:
-    """Where each array starts in one buffer, and the buffer's length."""
+    """Returns the offset of each array in one buffer, and the buffer's length."""
     offsets, end = [], 0
     for spec in specs:
         offsets.append(end)
@@ -36,17 +36,17 @@ def offsets_of(specs: Sequence[ArraySpec]) -> tuple[list[int], int]:
 
 
 def size_class(nbytes: int) -> int:
-    """The next length of the form 2**n or 1.5 * 2**n: few, and untouched pages cost nothing."""
+    """Returns the next length of the form 2**n or 1.5 * 2**n: few sizes, and untouched pages cost nothing."""
     size = max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())
     return size * 3 // 4 if size * 3 // 4 >= max(nbytes, SMALLEST_BYTES) else size
 
 
 def lease_views(buffer: Any, specs: Sequence[ArraySpec], note: Callable[[], None]) -> list[np.ndarray]:
-    """One array per spec, in place; `note` is called when they and whatever jax made of them are gone.
+    """Returns one array per spec, in place; `note` is called when they and jax's arrays of them are gone.
 
-    The finaliser hangs on the array that all views stem from: numpy shortens chains of views, and jax keeps that root
-    and not the view it was given, which dies while jax still reads its memory. It runs at any point of any thread, so
-    `note` may take no lock.
+    The finaliser is on the array that all views derive from. numpy shortens chains of views, and jax keeps that root
+    and not the view it was given, which dies while jax still reads its memory. The finaliser runs at any point of
+    any thread, so `note` must not take a lock.
     """
     whole = np.frombuffer(buffer, np.uint8)
     weakref.finalize(whole, note).atexit = False
@@ -58,7 +58,7 @@ def lease_views(buffer: Any, specs: Sequence[ArraySpec], note: Callable[[], None
 
 @dataclass(frozen=True, slots=True)
 class BufferLease:
-    """A buffer cut into one view per array; `views` is emptied by whoever takes them."""
+    """A buffer cut into one view per array; the receiver empties `views` when it takes them."""
 
     id: int
     views: list[np.ndarray]
@@ -69,14 +69,12 @@ def anonymous(size: int) -> mmap.mmap:
 
 
 class Buffers:
-    """Anonymous memory, at most `limit_bytes` leased and spare together. Any thread may call.
-
-    With another `make`, which may register what it maps with some device, buffers are kept until the end.
-    """
+    """A pool of anonymous memory, at most `limit_bytes` leased and spare together. Any thread may call. With another
+    `make`, which may register its memory with a device, buffers are kept until the end."""
 
     def __init__(self, limit_bytes: int, make: Callable[[int], mmap.mmap] = anonymous) -> None:
         self.limit_bytes, self._make = limit_bytes, make
-        self._keeps_all = make is not anonymous
+        self._is_permanent = make is not anonymous
         self._lock = threading.RLock()
         self._leased: dict[int, mmap.mmap] = {}
         self._spare: dict[int, list[mmap.mmap]] = {}
@@ -84,12 +82,12 @@ class Buffers:
         self._numbers = itertools.count()
 
     def take(self, specs: Sequence[ArraySpec]) -> BufferLease:
-        """Raises TransferFull where it would not fit beside what is leased."""
+        """Leases a buffer for the specs. Raises TransferFull if it does not fit beside the leased ones."""
         size = size_class(offsets_of(specs)[1])
         with self._lock:
             held_bytes = self.held_bytes
             if held_bytes + size > self.limit_bytes:
-                gc.collect()  # jax lets go of what it adopted at its next call, or now
+                gc.collect()  # jax releases adopted buffers at its next call, or now
                 held_bytes = self.held_bytes
             if held_bytes + size > self.limit_bytes:
                 raise TransferFull(
@@ -104,14 +102,14 @@ class Buffers:
         return BufferLease(number, lease_views(buffer, specs, lambda: self._dead.append(number)))
 
     def give_back(self, lease: BufferLease) -> None:
-        """Ends a lease whose views went nowhere."""
+        """Ends a lease whose views were not used."""
         lease.views.clear()
         self._dead.append(lease.id)
         self._collect()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes leased, spare buffers not counted."""
+        """Returns the bytes leased, spare buffers not counted."""
         self._collect()
         with self._lock:
             return sum(len(buffer) for buffer in self._leased.values())
@@ -122,7 +120,7 @@ class Buffers:
             return sum(size * len(buffers) for size, buffers in self._spare.items())
 
     def close(self) -> None:
-        """Lets spare buffers go; leased ones go with their last view."""
+        """Releases spare buffers; a leased one is released with its last view."""
         with self._lock:
             self._spare.clear()
             self._leased.clear()
@@ -134,14 +132,14 @@ class Buffers:
                 buffer = self._leased.pop(self._dead.popleft(), None)
                 if buffer is None:
                     continue
-                if self._keeps_all or self.spare_bytes + len(buffer) <= self.limit_bytes * SPARE_SHARE:
+                if self._is_permanent or self.spare_bytes + len(buffer) <= self.limit_bytes * SPARE_SHARE:
                     self._spare.setdefault(len(buffer), []).append(buffer)
 
     def _make_room(self, size: int) -> None:
-        """Lets spare buffers of other lengths go until leased and spare together stay within the limit."""
-        lent_bytes = sum(len(buffer) for buffer in self._leased.values())
-        if self._keeps_all and lent_bytes + self.spare_bytes + size > self.limit_bytes:
-            raise TransferFull(f"{size} bytes beside {lent_bytes + self.spare_bytes} kept: limit {self.limit_bytes}")
-        while self.spare_bytes and lent_bytes + self.spare_bytes + size > self.limit_bytes:
+        """Releases spare buffers of other lengths until leased and spare bytes stay within the limit."""
+        leased_bytes = sum(len(buffer) for buffer in self._leased.values())
+        if self._is_permanent and leased_bytes + self.spare_bytes + size > self.limit_bytes:
+            raise TransferFull(f"{size} bytes beside {leased_bytes + self.spare_bytes} kept: limit {self.limit_bytes}")
+        while self.spare_bytes and leased_bytes + self.spare_bytes + size > self.limit_bytes:
             largest = max(length for length, buffers in self._spare.items() if buffers)
             self._spare[largest].pop()

@@ -1,12 +1,14 @@
-"""By NIXL: the destination reads the source's registered memory, one-sided, over whatever UCX finds (RDMA, else TCP).
+"""The NIXL transport: the destination reads the source's registered memory by one-sided reads over UCX.
 
-Optional: `pip install --no-deps nixl-cu12` (its declared dependency on torch is not used). What one-sided reads bring
-with them, and what is done about it here:
-- nobody at the source notices a read, so after it the destination asks whether the offer still stood: bytes of a
-  buffer that may have been written anew in the meantime are thrown away;
-- a read that was given up may still land: its buffer is leased to nobody until NIXL has let go of the request;
-- memory that a peer may still read must stay mapped: buffers are registered once, used again and kept to the end.
-Descriptors travel as plain numbers; NIXL's own serialisation of them is pickle, and is not used.
+UCX uses RDMA if there is any, else TCP. NIXL is optional: `pip install --no-deps nixl-cu12` (its declared dependency on
+torch is not used). One-sided reads need care:
+
+- The source does not notice a read. After it, the destination asks whether the offer was still valid, and discards the
+  bytes if not, since the buffer may have been rewritten in the meantime.
+- An abandoned read may still write. Its buffer is not leased again until NIXL has released the request.
+- Memory that a peer may still read must stay mapped. Buffers are registered once, reused and kept to the end.
+
+Descriptors are sent as plain numbers; NIXL's own serialisation of them is pickle and is not used.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints to stdout
 
 
 def nixl(config: TransportConfig) -> Endpoint:
-    """Between two processes that both have the wheel."""
+    """Returns an endpoint between two processes that both have the `nixl` wheel."""
     return Endpoint(config, NixlBackend(config))
 
 
 @dataclass(eq=False, slots=True)
 class Room:
-    """A receive buffer; `lease` is None where a read may still land in it."""
+    """A receive buffer; `lease` is None if a late read may still write to it."""
 
     lease: BufferLease | None
 
@@ -57,15 +59,15 @@ class NixlBackend:
     def __init__(self, config: TransportConfig) -> None:
         self._config = config
         self._agent = nixl_agent(
-            f"jdisagg-{secrets.token_hex(8)}",  # new with every life of the process
+            f"jdisagg-{secrets.token_hex(8)}",  # new for each start of the process
             nixl_agent_config(backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT),
         )
         self._registered: list[Any] = []
         self._outgoing = Buffers(2 * config.offer_limit_bytes, self._make)  # lengths are rounded up
         self._incoming = Buffers(config.pull_limit_bytes, self._make)
         self._lock = threading.Lock()
-        self._known: dict[str, bytes] = {}  # other agents and the metadata that was loaded of them
-        self._stuck: list[tuple[Any, BufferLease]] = []  # reads that were given up and may still land
+        self._known: dict[str, bytes] = {}  # remote agents and the metadata loaded from them
+        self._stuck: list[tuple[Any, BufferLease]] = []  # abandoned reads that may still write
 
     def listen(self) -> tuple[socket.socket, str]:
         return listen_tcp(self._config)
@@ -77,7 +79,7 @@ class NixlBackend:
         arrays = list(offer.arrays)
         offer.deadline.wait_computed(arrays, connection.must_be_quiet)
         started_s = offer.deadline.clock()
-        offer.staged = lease = self._outgoing.take(offer.ticket.arrays)  # given back as the offer dies
+        offer.staged = lease = self._outgoing.take(offer.ticket.arrays)  # returned when the offer ends
         for view, array in zip(lease.views, arrays, strict=True):
             offer.deadline.left_s()
             np.copyto(view.reshape(-1).view(np.uint8), np.frombuffer(host_bytes(array), np.uint8))
@@ -88,7 +90,7 @@ class NixlBackend:
         return {"metadata": metadata, "at": lease.views[0].ctypes.data, "copied_s": copied_s}
 
     def send(self, offer: Offer, connection: Connection) -> None:
-        """The destination reads."""
+        """Sends nothing; the destination reads."""
 
     def prepare(self, ticket: Ticket) -> Room:
         return Room(self._incoming.take(ticket.arrays))
@@ -105,28 +107,28 @@ class NixlBackend:
         metadata, at = grant.get("metadata"), grant.get("at")
         if not isinstance(metadata, str) or not isinstance(at, int) or room.lease is None:
             raise BadTicket(f"{connection.peer} grants {str(grant)[:80]}, which names no memory of an agent")
-        agent = self._meet(base64.b64decode(metadata))
+        agent = self._load_agent(base64.b64decode(metadata))
         self._read(agent, at, offsets_of(ticket.arrays)[1], room, connection, deadline)
-        standing = exchange(connection, {"do": "ask", "id": ticket.id, "tag": ticket.tag}, deadline)
-        if standing.get("ended") != "":
-            raise TransferRefused(f"{deadline.what}: the offer ended while it was read: {standing}")
+        reply = exchange(connection, {"do": "ask", "id": ticket.id, "tag": ticket.tag}, deadline)
+        if reply.get("ended") != "":
+            raise TransferRefused(f"{deadline.what}: the offer ended while it was read: {reply}")
         arrays = [jax.device_put(view, device) for view, device in zip(room.lease.views, devices, strict=True)]
         room.lease.views.clear()  # jax's own references keep the buffer leased
         return arrays
 
-    def _meet(self, metadata: bytes) -> str:
-        """The peer agent's name, its latest memory known to ours."""
+    def _load_agent(self, metadata: bytes) -> str:
+        """Returns the name of the peer's agent, after loading its latest metadata into ours."""
         with self._lock:
             for name, known in self._known.items():
                 if known == metadata:
                     return name
-            found = self._agent.add_remote_agent(metadata)
-            name = found.decode() if isinstance(found, bytes) else str(found)
+            added = self._agent.add_remote_agent(metadata)
+            name = added.decode() if isinstance(added, bytes) else str(added)
             self._known[name] = metadata
             return name
 
     def _read(self, agent: str, at: int, nbytes: int, room: Room, connection: Connection, deadline: Deadline) -> None:
-        """Fills the room from the agent's memory, or leaves it where a late read can do no harm."""
+        """Fills the buffer from the agent's memory, or sets it aside until a late read can do no harm."""
         assert room.lease is not None
         here = self._agent.get_xfer_descs([(room.lease.views[0].ctypes.data, nbytes, 0)], "DRAM")
         there = self._agent.get_xfer_descs([(at, nbytes, 0)], "DRAM")
@@ -144,13 +146,13 @@ class NixlBackend:
             self._stuck.append((request, room.lease))
             room.lease = None
             self.sweep()
-            if isinstance(error, RuntimeError):  # NIXL's own
+            if isinstance(error, RuntimeError):  # raised by NIXL
                 raise PeerDead(f"{deadline.what}: the read from {connection.peer} broke off ({error})") from error
             raise
         request.release()
 
     def _forget(self, agent: str) -> None:
-        """Whoever failed once is met anew."""
+        """Removes an agent after a failure, so that the next read loads its metadata again."""
         with self._lock:
             if self._known.pop(agent, None) is not None:
                 self._agent.remove_remote_agent(agent)
@@ -163,16 +165,16 @@ class NixlBackend:
         return True
 
     def release(self, offer: Offer, how: Ended) -> None:
-        """The buffer goes back with the offer itself: no peer that reads it late takes what it read."""
+        """Does nothing; the buffer is returned with the offer, and a peer that reads it late discards the bytes."""
 
     def sweep(self) -> None:
-        """Gives back what NIXL lets go of by now."""
+        """Returns the buffers of abandoned reads that NIXL has released."""
         with self._lock:
             stuck, self._stuck = self._stuck, []
         for request, lease in stuck:
             try:
                 request.release()
-            except RuntimeError:  # still under way
+            except RuntimeError:  # still running
                 self._stuck.append((request, lease))
                 continue
             self._incoming.give_back(lease)

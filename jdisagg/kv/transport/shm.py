@@ -1,7 +1,7 @@
-"""On one host: the source copies once, into shared memory, and the destination's arrays lie there.
+"""The shared memory transport of one host: the source copies once, and the destination's arrays use that memory.
 
-The destination adopts the memory without a copy, so the source may not write there again before the last of those
-arrays has died: an ack waits for that by itself, and a segment whose ticket ends otherwise is never written again.
+The destination adopts the memory without a copy, so the source may not write there before the last of those arrays
+has died. The ack waits for that. A segment whose ticket ends otherwise is never written again.
 """
 
 from __future__ import annotations
@@ -31,35 +31,34 @@ from jdisagg.kv.transport.memory import SPARE_SHARE, lease_views, offsets_of, si
 from jdisagg.kv.transport.tcp import host_bytes, start_host_copies
 from jdisagg.kv.transport.ticket import ArraySpec, Ticket
 
-# Shared memory: anonymous segments that their maker hands to a peer as descriptors, and what the peer maps of
-# them.
+# Anonymous shared memory segments, handed to a peer as descriptors, and the mappings of a peer's segments.
 #
-# A segment has no name (memfd), so no stranger can guess it, and no crash leaves it behind: the kernel frees it
-# when the last process that maps it is gone. It is sealed at its size, so that a reader cannot be made to fault.
+# A segment has no name (memfd), so other processes cannot guess it, and no crash leaves it behind: the kernel frees it
+# when the last process unmaps it. Its size is sealed, so that a reader cannot be made to fault.
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-MAPPED_IDLE_S = 30.0  # then a mapping that nobody reads is let go; to map it again costs its page faults
+MAPPED_IDLE_S = 30.0  # an unread mapping is closed after this time; mapping it again costs page faults
 
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """One of ours: writable memory and the descriptor that a peer is given."""
+    """One of our segments: writable memory and the descriptor that a peer is given."""
 
     descriptor: int
     memory: mmap.mmap
     inode: int
-    written: bool = False  # with what its ticket offers: nobody writes there any more
+    is_written: bool = False  # holds what its ticket offers, complete
 
     def views(self, specs: Sequence[ArraySpec]) -> list[np.ndarray]:
-        return lease_views(self.memory, specs, _nobody_asks)
+        return lease_views(self.memory, specs, _note_nothing)
 
 
-def _nobody_asks() -> None:
-    """The source's own views die before the segment is used again."""
+def _note_nothing() -> None:
+    """Does nothing: the source's own views die before the segment is reused."""
 
 
 class Segments:
-    """The source's segments: in use by a ticket, or spare. Any thread may call."""
+    """The source's segments, in use by a ticket or spare. Any thread may call."""
 
     def __init__(self, spare_limit_bytes: float) -> None:
         self._spare_limit_bytes = spare_limit_bytes
@@ -68,28 +67,27 @@ class Segments:
         self._spare: list[Segment] = []
 
     def take(self, number: int, nbytes: int) -> Segment:
-        """A segment of at least `nbytes` for ticket `number`: a spare one of that length, or a new one."""
+        """Returns a segment of at least `nbytes` for ticket `number`: a spare one of that length, or a new one."""
         size = size_class(nbytes)
         with self._lock:
             fitting = [each for each in self._spare if len(each.memory) == size]
             if fitting:
                 self._spare.remove(fitting[-1])
             self._used[number] = segment = fitting[-1] if fitting else make_segment(size)
-            segment.written = False
+            segment.is_written = False
         return segment
 
     def descriptor(self, number: int) -> int:
-        """One more of the ticket's segment, for the caller to close. Raises TransferCancelled where it has ended."""
+        """Returns a duplicate descriptor of the ticket's segment; the caller closes it. Raises TransferCancelled if it
+        ended."""
         with self._lock:
             if number not in self._used:
                 raise TransferCancelled(f"offer {number} ended before its segment was sent")
             return os.dup(self._used[number].descriptor)
 
     def release(self, number: int, reuse: bool) -> None:
-        """The ticket's segment, where it has one, back among the spare ones; or away, where a peer may still read it.
-
-        Away means that we never write there again: the memory itself lives until the peer lets go.
-        """
+        """Returns the ticket's segment to the spare ones, or closes it if a peer may still read it. A closed segment is
+        never written again; its memory lives until the peer unmaps it."""
         with self._lock:
             segment = self._used.pop(number, None)
             if segment is None:
@@ -101,7 +99,7 @@ class Segments:
         os.close(segment.descriptor)
 
     def inodes(self) -> list[int]:
-        """Of all segments that there are: what peers have mapped besides can be let go."""
+        """Returns the inodes of all segments; a peer may close its other mappings."""
         with self._lock:
             return [each.inode for each in (*self._used.values(), *self._spare)]
 
@@ -115,7 +113,7 @@ class Segments:
 
 
 def make_segment(size: int) -> Segment:
-    """Raises TransferFull where the kernel has none."""
+    """Creates a sealed segment. Raises TransferFull if the kernel has no memory."""
     try:
         descriptor = os.memfd_create("jdisagg", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -132,26 +130,26 @@ def make_segment(size: int) -> Segment:
 
 @dataclass(eq=False, slots=True)
 class Mapping:
-    """One of a peer's, read only."""
+    """A read-only mapping of one segment of a peer."""
 
-    address: str  # of the peer
+    address: str  # address of the peer
     memory: mmap.mmap
     used_s: float
-    readers: set[int] = field(default_factory=set)  # tickets whose arrays lie here
+    readers: set[int] = field(default_factory=set)  # tickets whose arrays are in this mapping
 
 
 class Mappings:
-    """The destination's view of its peers' segments, by inode: our mapping keeps the inode from being used anew."""
+    """The destination's mappings of its peers' segments, by inode; a mapping keeps the inode from being reused."""
 
     def __init__(self, limit_bytes: int, clock: Clock) -> None:
         self._limit_bytes, self._clock = limit_bytes, clock
         self._lock = threading.RLock()
         self._mapped: dict[int, Mapping] = {}
-        self._leased: dict[int, tuple[int, Mapping]] = {}  # ticket -> bytes and where they lie
+        self._leased: dict[int, tuple[int, Mapping]] = {}  # ticket -> bytes and mapping
         self._dead: deque[int] = deque()
 
     def check_room(self, nbytes: int) -> None:
-        """Raises TransferFull."""
+        """Raises TransferFull if `nbytes` more would exceed the limit."""
         if self.held_bytes + nbytes > self._limit_bytes:
             raise TransferFull(
                 f"{nbytes} bytes to map beside {self.held_bytes} held is over the limit of {self._limit_bytes}"
@@ -160,7 +158,8 @@ class Mappings:
     def adopt(
         self, number: int, address: str, descriptor: int, specs: Sequence[ArraySpec], alive: Sequence[int]
     ) -> list[np.ndarray]:
-        """Read-only views of a peer's segment; takes the descriptor. Raises TransferRefused: short, or not sealed."""
+        """Returns read-only views of a peer's segment and closes the descriptor. Raises TransferRefused if the segment
+        is too short or not sealed. Mappings of `address` not in `alive` are dropped."""
         try:
             inode = _checked_inode(descriptor, offsets_of(specs)[1])
             with self._lock:
@@ -177,7 +176,7 @@ class Mappings:
         return lease_views(mapping.memory, specs, lambda: self._dead.append(number))
 
     def is_read(self, number: int) -> bool:
-        """Whether arrays of that ticket are still alive here."""
+        """Returns True if arrays of that ticket are still alive here."""
         self._collect()
         with self._lock:
             return number in self._leased
@@ -189,15 +188,15 @@ class Mappings:
             return sum(nbytes for nbytes, _ in self._leased.values())
 
     def sweep(self) -> None:
-        """Lets mappings go that nobody has read for a while."""
+        """Closes mappings that were not read for a while."""
         self._collect()
         oldest_s = self._clock() - MAPPED_IDLE_S
         with self._lock:
-            kept = {at: each for at, each in self._mapped.items() if each.readers or each.used_s >= oldest_s}
-            self._mapped = kept
+            read_or_recent = {at: each for at, each in self._mapped.items() if each.readers or each.used_s >= oldest_s}
+            self._mapped = read_or_recent
 
     def close(self) -> None:
-        """What is read stays mapped until its last reader, who holds the memory itself, has gone."""
+        """Drops the mappings; one that is read stays mapped until its last reader, which holds the memory, is gone."""
         with self._lock:
             self._mapped.clear()
             self._leased.clear()
@@ -210,8 +209,8 @@ class Mappings:
                     self._leased.pop(number)[1].readers.discard(number)
 
     def _forget(self, address: str, alive: set[int]) -> None:
-        gone = [at for at, each in self._mapped.items() if each.address == address and at not in alive]
-        for inode in gone:
+        closed = [at for at, each in self._mapped.items() if each.address == address and at not in alive]
+        for inode in closed:
             del self._mapped[inode]
 
 
@@ -228,14 +227,14 @@ def _checked_inode(descriptor: int, nbytes: int) -> int:
     return status.st_ino
 
 
-LONG_BYTES = 4 << 20  # worth another thread, and a word ahead
-CHUNK_BYTES = 4 << 20  # between two looks at the deadline
-COPIERS = 1  # beside the connection's own thread
-NOT_YET, WRITTEN = b"\0", b"\1"  # what comes with the descriptor, or after it
+LONG_BYTES = 4 << 20  # from this size on, another thread copies too and the descriptor is sent ahead
+CHUNK_BYTES = 4 << 20  # between two checks of the deadline
+COPIERS = 1  # threads beside the connection's own
+NOT_YET, WRITTEN = b"\0", b"\1"  # the byte sent with the descriptor, or after it
 
 
 def shm(config: TransportConfig) -> Endpoint:
-    """Between two processes of one Linux host and user."""
+    """Returns an endpoint between two processes of one Linux host and user."""
     return Endpoint(config, ShmBackend(config))
 
 
@@ -248,7 +247,7 @@ class ShmBackend:
         self._copiers = ThreadPoolExecutor(COPIERS, "kv-copier")
 
     def listen(self) -> tuple[socket.socket, str]:
-        """An abstract socket: of this network namespace, and gone with the process."""
+        """Opens an abstract socket, which is local to this network namespace and ends with the process."""
         name = f"jdisagg-{secrets.token_hex(16)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind("\0" + name)
@@ -259,7 +258,7 @@ class ShmBackend:
         start_host_copies(offer.arrays)
 
     def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
-        """Takes a segment; what is in it follows."""
+        """Takes a segment; its contents are sent later."""
         offer.deadline.wait_computed(list(offer.arrays), connection.must_be_quiet)
         number = offer.ticket.id
         offer.staged = self._segments.take(number, offsets_of(offer.ticket.arrays)[1])
@@ -271,21 +270,19 @@ class ShmBackend:
         return {"segments": self._segments.inodes()}
 
     def send(self, offer: Offer, connection: Connection) -> None:
-        """Copies, and then lets the arrays go: from there on the segment is what the ticket holds.
-
-        A long copy is announced by the descriptor, so that the destination maps the segment meanwhile.
-        """
+        """Copies the arrays into the segment and then drops them. For a long copy the descriptor is sent ahead, so that
+        the destination maps the segment meanwhile."""
         arrays, segment, long = list(offer.arrays), offer.staged, offer.ticket.nbytes >= LONG_BYTES
-        offer.deadline.left_s()  # an offer is called off before its arrays are dropped: now these are all
+        offer.deadline.left_s()  # an offer is called off before its arrays are dropped, so here all of them are there
         if long:
             self._send_descriptor(offer, connection, NOT_YET)
         self._copy(list(zip(segment.views(offer.ticket.arrays), arrays, strict=True)), offer.deadline)
-        segment.written = True
+        segment.is_written = True
         if long:
             connection.send(memoryview(WRITTEN), offer.deadline)
         else:
             self._send_descriptor(offer, connection, WRITTEN)
-        offer.arrays.clear()  # after the word: to unmap what was copied takes as long as to copy it
+        offer.arrays.clear()  # after the message: unmapping the copied arrays takes as long as copying them
 
     def _send_descriptor(self, offer: Offer, connection: Connection, state: bytes) -> None:
         descriptor = self._segments.descriptor(offer.ticket.id)
@@ -298,7 +295,7 @@ class ShmBackend:
             os.close(descriptor)
 
     def _copy(self, pairs: Sequence[tuple[np.ndarray, Array]], deadline: Deadline) -> None:
-        """By several threads where there is much of it: one alone does not fill the memory's bandwidth."""
+        """Copies with several threads if there is much to copy: one thread does not use the full memory bandwidth."""
         chunks = iter([chunk for view, array in pairs for chunk in _chunks(view, array)])
         lock = threading.Lock()
 
@@ -311,15 +308,15 @@ class ShmBackend:
                 deadline.left_s()
                 np.copyto(*chunk)
 
-        more = sum(view.nbytes for view, _ in pairs) // LONG_BYTES
-        others = [self._copiers.submit(copy_what_is_left) for _ in range(min(more, COPIERS))]
+        helper_count = sum(view.nbytes for view, _ in pairs) // LONG_BYTES
+        helpers = [self._copiers.submit(copy_what_is_left) for _ in range(min(helper_count, COPIERS))]
         try:
             copy_what_is_left()
         finally:
-            for each in others:
+            for each in helpers:
                 each.cancel()
-            wait(others)  # nobody writes to the segment from here on
-        for each in others:
+            wait(helpers)  # no thread writes to the segment after this
+        for each in helpers:
             if not each.cancelled():
                 each.result()
 
@@ -349,14 +346,14 @@ class ShmBackend:
         return [jax.device_put(view, device) for view, device in zip(views, devices, strict=True)]
 
     def abandon(self, room: None) -> None:
-        """Views that were made die with the failed pull."""
+        """Does nothing: the views die with the failed pull."""
 
     def may_ack(self, ticket: Ticket) -> bool:
         return not self._mappings.is_read(ticket.id)
 
     def release(self, offer: Offer, how: Ended) -> None:
         segment = offer.staged
-        self._segments.release(offer.ticket.id, reuse=how is Ended.ACKED and segment is not None and segment.written)
+        self._segments.release(offer.ticket.id, reuse=how is Ended.ACKED and segment is not None and segment.is_written)
 
     def sweep(self) -> None:
         self._mappings.sweep()
@@ -372,7 +369,7 @@ class ShmBackend:
 
 
 def _chunks(view: np.ndarray, array: Array) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(destination, source) of a computed array, bytes, a few MiB each."""
-    there, here = view.reshape(-1).view(np.uint8), np.frombuffer(host_bytes(array), np.uint8)
-    for start in range(0, here.size, CHUNK_BYTES):
-        yield there[start : start + CHUNK_BYTES], here[start : start + CHUNK_BYTES]
+    """Yields (destination, source) bytes of a computed array, a few MiB each."""
+    destination, source = view.reshape(-1).view(np.uint8), np.frombuffer(host_bytes(array), np.uint8)
+    for start in range(0, source.size, CHUNK_BYTES):
+        yield destination[start : start + CHUNK_BYTES], source[start : start + CHUNK_BYTES]

@@ -1,9 +1,9 @@
-"""What a candidate could carry at best, by arithmetic alone: no event is simulated.
+"""Upper bounds of a candidate's rate by arithmetic, without simulation.
 
-Each resource says how many requests a second it lets through in a steady state of mean requests: prefill's devices,
-the queue before them (Lindley's recursion with the workload's own prompts), decode steps short enough for the TPOT
-objective, pages for KV, and ports. The least of them is an upper bound up to the means' slack: a simulation adds what
-bursts and waits for one another cost.
+Each resource has a rate of mean requests that it sustains: prefill's devices, the queue before them (Lindley's
+recursion with the workload's own prompts), decode steps short enough for the TPOT objective, pages for KV, and
+ports. The least is an upper bound, up to the error of using means; a simulation adds the cost of bursts and of
+waiting.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jdisagg.sim.fast_forward import SimulatedSequence
 from jdisagg.sim.planner.problem import Objectives, Problem, Workload
 from jdisagg.sim.planner.space import Candidate, Kind, devices_of
 
-SAMPLE = 256  # prompts by which prefill is judged
+SAMPLE = 256  # prompts by which prefill is measured
 STEPS = 12  # of a bisection: a rate to one part in 4,000
-PROMPTS_A_WORKER = 100  # that the queue is watched for
+PROMPTS_A_WORKER = 100  # for which the queue is computed
 T = TypeVar("T")
 PLAIN = SamplingParams(max_tokens=1)
 RESOURCES = {
@@ -43,19 +43,19 @@ RESOURCES = {
 
 
 class Infeasible(ConfigError):
-    """A candidate that misses an objective, or has no room, before any queue forms."""
+    """Raised for a candidate that misses an objective or has no room even without a queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Requests a second of a whole candidate; inf where a resource never binds."""
+    """Requests per second of a whole candidate; inf if a resource never binds."""
 
     prefill: float
-    queue: float  # with the first token in time for the asked share
-    decode: float  # with steps short enough for TPOT; of colocated workers, with prefill between them
+    queue: float  # with the first token in time for the required share
+    decode: float  # with steps short enough for TPOT; for colocated workers with prefill between them
     memory: float
     link: float
-    prompt_device_s: float  # device-seconds that a mean prompt takes
+    prompt_device_s: float  # device-seconds per mean prompt
     step_s: float  # of one sequence, at the batch of `decode`
 
     def rates(self) -> dict[str, float]:
@@ -63,7 +63,7 @@ class Limits:
 
     @property
     def sustained(self) -> float:
-        """What devices and ports can do for ever: a short run that does more has only put work off."""
+        """Returns the rate that devices and ports sustain; a short run above it only postpones work."""
         return min(self.prefill, self.link)
 
     @property
@@ -72,13 +72,13 @@ class Limits:
 
     @property
     def binding(self) -> str:
-        """The resource that says the bound."""
+        """Returns the resource with the lowest rate."""
         rates = self.rates()
         return min(rates, key=lambda name: rates[name])
 
 
 class Arithmetic:
-    """Limits of many candidates. What a shape of worker can do is worked out once, whatever the mesh it is part of."""
+    """Computes the limits of many candidates; the limits of a worker shape are computed once for all meshes."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -88,7 +88,8 @@ class Arithmetic:
         self._carried: dict[Hashable, tuple[float, float]] = {}
 
     def limits(self, candidate: Candidate) -> Limits:
-        """Raises `Infeasible` with what is needed and what there is, or ConfigError where nothing can be built."""
+        """Returns a candidate's limits. Raises `InfeasibleError` with what is needed and what there is, or ConfigError
+        if the candidate cannot be built."""
         given = self.problem.build(candidate)
         first, last = candidate.mesh.pools[0], candidate.mesh.pools[-1]
         first_key, prefill = self._prefill(given, first)
@@ -96,10 +97,10 @@ class Arithmetic:
         objectives = self.problem.objectives
         _check_unloaded(objectives, prefill, decode)
         shared = prefill if first.role is Role.COLOCATED else None
-        carried, step_s = self._once(
+        carried, step_s = self._cached(
             self._carried, (last_key, first_key if shared else None), lambda: decode.most(objectives.tpot_s, shared)
         )
-        queue = self._once(
+        queue = self._cached(
             self._rates,
             (first_key, first.count, last_key if shared else None),
             lambda: _queue_limit(objectives, prefill, first.count, decode if shared else None),
@@ -117,26 +118,26 @@ class Arithmetic:
     def _prefill(self, given: ClusterSpec, pool: PoolSpec) -> tuple[Hashable, Prefill]:
         config = next(each for each in given.workers if each.role is pool.role)
         key = (pool.pp, pool.tp, config)
-        return key, self._once(
+        return key, self._cached(
             self._prefills, key, lambda: Prefill(given.costs[config.worker], config, self.problem.workload)
         )
 
     def _decode(self, given: ClusterSpec, pool: PoolSpec) -> tuple[Hashable, Decode]:
         config = next(each for each in given.workers if each.role is pool.role)
         key = (pool.pp, pool.tp, config)
-        return key, self._once(
+        return key, self._cached(
             self._decodes, key, lambda: Decode(given.costs[config.worker], config, self.problem.workload)
         )
 
     @staticmethod
-    def _once(known: dict[Hashable, T], key: Hashable, work_out: Callable[[], T]) -> T:
-        if key not in known:
-            known[key] = work_out()
-        return known[key]
+    def _cached(cached: dict[Hashable, T], key: Hashable, compute: Callable[[], T]) -> T:
+        if key not in cached:
+            cached[key] = compute()
+        return cached[key]
 
 
 def _check_unloaded(objectives: Objectives, prefill: Prefill, decode: Decode) -> None:
-    """One request alone: nothing that is asked of many can be better."""
+    """Raises `InfeasibleError` if one request alone misses an objective."""
     first_s = float(np.quantile(prefill.alone_s, objectives.share))
     if first_s > objectives.ttft_s:
         raise Infeasible(
@@ -149,36 +150,33 @@ def _check_unloaded(objectives: Objectives, prefill: Prefill, decode: Decode) ->
         )
 
 
-# ---------------------------------------------------------------------- prefill
-
-
 class Prefill:
-    """One worker's prompts: seconds of each alone, and of its place in full plans."""
+    """Seconds of one worker's prompts: alone, and as their share of full plans."""
 
     def __init__(self, cost: CostModel, config: WorkerConfig, workload: Workload) -> None:
         self.cost, self.config = cost, config
         lengths = workload.lengths.sample(SAMPLE, 0).input_tokens.tolist()
         self.chunks = np.array([math.ceil(tokens / config.prefill_buckets[-1]) for tokens in lengths])
         self.alone_s = np.array([self._alone_s(n) for n in lengths])
-        packed_s = sum(self._seconds(plan) for plan in self._packed(lengths))
-        whole_s = np.array([sum(self._seconds([piece]) for piece in self._pieces(n)) for n in lengths])
-        share = min(1.0, packed_s / float(whole_s.sum()))
-        self.service_s = whole_s * share / config.pipeline_stages  # a stage's: others work on other plans
+        packed_sum_s = sum(self._seconds(plan) for plan in self._packed(lengths))
+        alone_sums_s = np.array([sum(self._seconds([piece]) for piece in self._pieces(n)) for n in lengths])
+        share = min(1.0, packed_sum_s / float(alone_sums_s.sum()))
+        self.service_s = alone_sums_s * share / config.pipeline_stages  # per stage: the others run other plans
         self.mean_s = float(self.service_s.mean())
 
     def _alone_s(self, tokens: int) -> float:
-        """Of prefill stages each is at another chunk, and the last chunk goes through all of them."""
+        """Returns the seconds of one prompt; each stage runs another chunk, and the last chunk passes all stages."""
         seconds = [self._seconds([piece]) for piece in self._pieces(tokens)]
         stages = self.config.prefill_stages
         return (sum(seconds) + (stages - 1) * seconds[-1]) / stages
 
     def _pieces(self, tokens: int) -> list[tuple[int, int]]:
-        """(first, stop) of each chunk."""
+        """Returns (first, stop) of each chunk."""
         size = self.config.prefill_buckets[-1]
         return [(first, min(first + size, tokens)) for first in range(0, tokens, size)]
 
     def _packed(self, lengths: list[int]) -> list[list[tuple[int, int]]]:
-        """Plans as a worker with more than enough to do fills them: prompts in order, cut where a plan is full."""
+        """Returns the plans of a saturated worker: prompts in order, cut where a plan is full."""
         size = room = self.config.prefill_buckets[-1]
         plans, plan = [], []
         for tokens in lengths:
@@ -207,7 +205,7 @@ class Prefill:
 
 
 def _queue_limit(objectives: Objectives, prefill: Prefill, workers: int, decode: Decode | None) -> float:
-    """Highest rate at which `share` of the prompts are through in time, first come first served on `workers`."""
+    """Returns the highest rate at which `share` of the prompts are in time, first come first served on `workers`."""
     count = SAMPLE + PROMPTS_A_WORKER * workers
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1.0, count))
     service_s, alone_s, chunks = (
@@ -218,7 +216,7 @@ def _queue_limit(objectives: Objectives, prefill: Prefill, workers: int, decode:
         step_s = decode.loaded_step_s(rate / workers, prefill) if decode else 0.0
         if step_s == math.inf:
             return False
-        steps = chunks * step_s  # colocated: each chunk waits for a step of decode
+        steps = chunks * step_s  # colocated: each chunk waits for a decode step
         waits = _waits(arrivals / rate, service_s + steps, workers)
         return float((waits + alone_s + steps <= objectives.ttft_s).mean()) >= objectives.share
 
@@ -226,66 +224,65 @@ def _queue_limit(objectives: Objectives, prefill: Prefill, workers: int, decode:
 
 
 def _waits(arrivals: np.ndarray, service_s: np.ndarray, workers: int) -> np.ndarray:
-    """Seconds before each prompt begins: Lindley's recursion (1952), for several servers (Kiefer and Wolfowitz)."""
+    """Returns the seconds before each prompt begins. The method is Lindley's recursion (1952), for several servers that
+    of Kiefer and Wolfowitz."""
     free, waits = [0.0] * workers, np.empty(len(arrivals))
-    for index, (at_s, takes_s) in enumerate(zip(arrivals.tolist(), service_s.tolist(), strict=True)):
+    for index, (at_s, service) in enumerate(zip(arrivals.tolist(), service_s.tolist(), strict=True)):
         begins_s = max(at_s, heapq.heappop(free))
         waits[index] = begins_s - at_s
-        heapq.heappush(free, begins_s + takes_s)
+        heapq.heappush(free, begins_s + service)
     return waits
 
 
-# ---------------------------------------------------------------------- decode
-
-
 class Decode:
-    """One worker's steps. By Little's law a rate r keeps r x outputs x TPOT sequences in it."""
+    """One worker's decode steps. By Little's law a rate r keeps r x outputs x TPOT sequences in it."""
 
     def __init__(self, cost: CostModel, config: WorkerConfig, workload: Workload) -> None:
         self.cost, self.config = cost, config
         self.means = workload.means
 
     def step_s(self, batch: float) -> float:
-        """Of one microbatch of `batch` sequences, through all stages; a turn of the longest dispatch, of one stage of
-        the longest within the gap."""
-        active, turns = tuple(range(max(1, round(batch)))), self.config.decode.steps_per_dispatch
+        """Returns the seconds of one microbatch of `batch` sequences through all stages. With several steps per
+        dispatch, they are those of one step of the longest dispatch, which on one stage is limited by the gap between
+        tokens."""
+        active, steps = tuple(range(max(1, round(batch)))), self.config.decode.steps_per_dispatch
         if self.config.is_multi_step:
-            turns = max(1, min(turns, int(MOST_GAP_S / self._turn_s(active, 1))))
-        return self._turn_s(active, turns)
+            steps = max(1, min(steps, int(MOST_GAP_S / self._dispatch_step_s(active, 1))))
+        return self._dispatch_step_s(active, steps)
 
-    def _turn_s(self, active: tuple[int, ...], turns: int) -> float:
-        plan = DecodeRows(0, active, 1, widths=(turns,) * len(active) if turns > 1 else (), turns=turns > 1)
-        return self.cost.decode_s(plan, round(len(active) * self.means.context_tokens)) / turns
+    def _dispatch_step_s(self, active: tuple[int, ...], steps: int) -> float:
+        plan = DecodeRows(0, active, 1, widths=(steps,) * len(active) if steps > 1 else (), turns=steps > 1)
+        return self.cost.decode_s(plan, round(len(active) * self.means.context_tokens)) / steps
 
     def _tpot_s(self, rate: float, batch: float, shared: Prefill | None) -> float:
-        """A step, stretched by the share of the time that prefill takes on the same devices."""
-        left = 1.0 - (rate * shared.mean_s if shared else 0.0)
-        return self.step_s(batch) / left if left > 0 else math.inf
+        """Returns a step's seconds divided by the share of time that prefill leaves on the same devices."""
+        left_share = 1.0 - (rate * shared.mean_s if shared else 0.0)
+        return self.step_s(batch) / left_share if left_share > 0 else math.inf
 
     def most(self, tpot_s: float, shared: Prefill | None) -> tuple[float, float]:
-        """Highest rate whose batch keeps steps within `tpot_s`, and the step there."""
+        """Returns the highest rate whose batch keeps steps within `tpot_s`, and the step's seconds there."""
         stages = self.config.num_microbatches
         slots = self.config.num_slots / stages
 
-        def short(rate: float) -> bool:
+        def is_in_time(rate: float) -> bool:
             batch = min(slots, rate * self.means.output_tokens * tpot_s / stages)
             return self._tpot_s(rate, batch, shared) <= tpot_s
 
         most = self.config.num_slots / (self.means.output_tokens * self.step_s(slots))
         ceiling = max(most, 1.0 / (self.means.output_tokens * self.step_s(1)))
-        rate = min(_highest(short, 2 * ceiling), ceiling)
+        rate = min(_highest(is_in_time, 2 * ceiling), ceiling)
         return rate, self.step_s(min(slots, rate * self.means.output_tokens * tpot_s / stages))
 
     def held(self, shared: Prefill | None) -> float:
-        """Rate at which its pages are full. A prompt's reservations are held for the mean context of its steps."""
+        """Returns the rate at which the pages are full; a prompt's reservation holds the mean context of its steps."""
         room = self.config.num_pages * self.config.page_size / self.means.context_tokens
         stages = self.config.num_microbatches
         seconds = self.means.output_tokens * self.step_s(min(room, self.config.num_slots) / stages)
-        prompt_s = float(shared.mean_s) * room if shared else 0.0  # every step of the residents' prompts
+        prompt_s = float(shared.mean_s) * room if shared else 0.0  # every step of the resident sequences' prompts
         return room / (seconds + prompt_s)
 
     def loaded_step_s(self, rate: float, shared: Prefill) -> float:
-        """A decode step between two chunks, at the batch that `rate` keeps; inf where the rate cannot be kept."""
+        """Returns the seconds of a decode step between two chunks at the batch of `rate`; inf if it is too high."""
         tpot_s, stages = self.step_s(1), self.config.num_microbatches
         for _ in range(20):
             batch = rate * self.means.output_tokens * tpot_s / stages
@@ -295,11 +292,8 @@ class Decode:
         return self.step_s(rate * self.means.output_tokens * tpot_s / stages) if tpot_s < math.inf else math.inf
 
 
-# ---------------------------------------------------------------------- link
-
-
 def _link_limit(given: ClusterSpec, cost: CostModel, workload: Workload) -> float:
-    """Ports of all senders, or of all receivers, over the bytes of a mean prompt."""
+    """Returns the bandwidth of the senders' or receivers' ports, the smaller, over the bytes of a mean prompt."""
     tokens = round(workload.means.input_tokens)
     pages = (0,) * given.workers[0].pages_for(tokens)
     whole = KVTransfer(Attempt(RequestId("r"), 0), WorkerId("a"), WorkerId("b"), pages, pages, tokens)
@@ -314,7 +308,7 @@ def _link_limit(given: ClusterSpec, cost: CostModel, workload: Workload) -> floa
 
 
 def _highest(holds: Callable[[float], bool], ceiling: float) -> float:
-    """The highest rate that holds, of a property that rates lose for good; `ceiling` where it never does."""
+    """Returns the highest rate at which `holds` is true, a property that fails above some rate; at most `ceiling`."""
     if holds(ceiling):
         return ceiling
     low, high = 0.0, ceiling
@@ -324,28 +318,28 @@ def _highest(holds: Callable[[float], bool], ceiling: float) -> float:
     return low
 
 
-# Replica counts from throughputs and correction factors: the formulas of NVIDIA Dynamo's SLA planner, by their
-# names.
+# Replica counts from throughputs and correction factors: the formulas of NVIDIA Dynamo's SLA planner, with its names.
 #
-# A correction factor is what was observed over what was expected. Throughputs are tokens a second and device;
-# `*_gpus` are devices of one engine. They know no queue and no page: a first estimate, not an answer.
+# A correction factor is the observed over the expected value. Throughputs are tokens per second and device; `*_gpus`
+# are devices of one engine. The formulas have no queue and no pages: a first estimate.
 
 
 def prefill_replicas(
     rate_rps: float, isl: float, prefill_thpt_per_gpu: float, prefill_engine_gpus: int, p_correction_factor: float = 1.0
 ) -> int:
-    """A prompt that waits no longer than expected needs no more engines: the factor only ever lowers the load."""
+    """Returns the prefill engines for a rate; the correction factor can only lower the load."""
     load = rate_rps * isl * min(1.0, p_correction_factor)
     return max(1, math.ceil(load / prefill_thpt_per_gpu / prefill_engine_gpus))
 
 
 def decode_replicas(rate_rps: float, osl: float, decode_thpt_per_gpu: float, decode_engine_gpus: int) -> int:
-    """The throughput is that at `corrected_itl` and the mean tokens that a step reads (there: isl + osl / 2)."""
+    """Returns the decode engines for a rate. The throughput is that at `corrected_itl` and the mean tokens that a step
+    reads (in Dynamo isl + osl / 2)."""
     return max(1, math.ceil(rate_rps * osl / decode_thpt_per_gpu / decode_engine_gpus))
 
 
 def corrected_itl(itl_s: float, d_correction_factor: float = 1.0) -> float:
-    """The step time to aim at, where steps turn out `d_correction_factor` times as long as expected."""
+    """Returns the step time to aim at if steps take `d_correction_factor` times the expected time."""
     if not d_correction_factor > 0:
         raise ConfigError(f"a correction factor of {d_correction_factor:g} must be above 0")
     return itl_s / d_correction_factor
@@ -353,7 +347,7 @@ def corrected_itl(itl_s: float, d_correction_factor: float = 1.0) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Engines of one pair of shapes that carry a rate."""
+    """The engines of one pair of worker shapes that carry a rate."""
 
     candidate: Candidate
 
@@ -369,8 +363,8 @@ def estimates(
     p_correction_factor: float = 1.0,
     d_correction_factor: float = 1.0,
 ) -> list[Estimate]:
-    """Of each pair of shapes (a disaggregated candidate, its counts ignored) as many as the formulas say; fewest
-    devices first. Throughputs are those of the candidate's costs. Pairs that cannot be built are left out."""
+    """Returns the engines of each pair of shapes (disaggregated candidates, counts ignored), fewest devices first.
+    Throughputs are those of the candidate's costs. Pairs that cannot be built are left out."""
     objectives = problem.objectives
     aimed = replace(objectives, tpot_s=corrected_itl(objectives.tpot_s, d_correction_factor))
     arithmetic = Arithmetic(replace(problem, objectives=aimed))

@@ -1,4 +1,4 @@
-"""What is asked: a workload that any rate can be drawn from, objectives, and how a candidate is built."""
+"""The planning problem: a workload that can be drawn at any rate, objectives, and how a candidate is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jdisagg.sim.traces import Trace, poisson
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """A request counts when its first token and its mean gap are both in time; `share` of all must count."""
+    """Objectives for the first token and the mean gap of a request; at least `share` of all requests must meet both."""
 
     ttft_s: float
     tpot_s: float
@@ -37,26 +37,26 @@ class Objectives:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests by their lengths. The same seed draws the same requests and the same gaps at every rate, only closer
-    together (common random numbers), so that candidates and rates differ by what they are and not by luck."""
+    """Requests by their lengths. The same seed draws the same requests and the same gaps at every rate, only scaled
+    (common random numbers). So candidates and rates do not differ by chance."""
 
     lengths: Trace
-    recorded: bool = False  # arrivals as they were, stretched; else Poisson
+    is_recorded: bool = False  # recorded arrivals with scaled gaps; else Poisson
 
     def __post_init__(self) -> None:
         if not len(self.lengths):
             raise ConfigError("a workload needs at least 1 request, this one has 0")
-        if self.recorded and not self.lengths.rate_rps:
+        if self.is_recorded and not self.lengths.rate_rps:
             raise ConfigError(f"{len(self.lengths)} requests over 0 s have no arrivals to keep: let them be drawn")
 
     def at(self, rate_rps: float, requests: int, seed: int) -> Trace:
-        """So many requests: the first of those that more would be, too."""
-        if self.recorded:
+        """Draws `requests` requests; a larger number begins with the same ones."""
+        if self.is_recorded:
             return self._replayed(rate_rps, requests, seed)
         return poisson(self.lengths.sample(requests, seed), rate_rps, seed)
 
     def _replayed(self, rate_rps: float, requests: int, seed: int) -> Trace:
-        """Rows in their order from where the seed says on, round and round, gaps stretched alike."""
+        """Returns rows in their order from a random start, cyclically, with scaled gaps."""
         rows = len(self.lengths)
         index = (int(np.random.default_rng(seed).integers(rows)) + np.arange(requests)) % rows
         gaps = np.diff(self.lengths.arrival_s, prepend=0.0)
@@ -73,7 +73,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Of a request."""
+    """Mean token counts of a request."""
 
     input_tokens: float
     output_tokens: float
@@ -82,7 +82,8 @@ class Means:
 
 @dataclass(frozen=True)
 class Problem:
-    """`build` makes a candidate's workers; it raises ConfigError for what cannot be, such as weights without room."""
+    """A workload, objectives and a builder of clusters. `build` makes a candidate's workers; it raises ConfigError for
+    an impossible one, for example if weights do not fit."""
 
     workload: Workload
     objectives: Objectives

@@ -1,4 +1,4 @@
-"""What a search means: whether to disaggregate, by how much, and which resource each of the shortlist runs out of."""
+"""Interprets a search: whether to disaggregate, by how much, and which resource binds each shortlisted candidate."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from jdisagg.sim.planner.problem import Problem
 from jdisagg.sim.planner.search import BoundedCandidate, Counts, Found, Search, Shortlisted
 from jdisagg.sim.planner.space import Candidate, Kind, Space, devices_of
 
-FIRST_TOKEN = ("prefill", "queue", "memory")  # what makes first tokens late: without a reservation no prompt starts
+# resources that delay first tokens: without a reservation no prompt starts
+FIRST_TOKEN = ("prefill", "queue", "memory")
 LATER_TOKENS = ("decode", "link", "memory")
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Of one shortlisted over another, relative; `noise` is what runs of another seed may differ by."""
+    """The relative gain of one shortlisted candidate over another; `noise` is the difference expected between seeds."""
 
     mean: float
     noise: float
 
     @property
-    def told_apart(self) -> bool:
+    def is_significant(self) -> bool:
         return self.mean > self.noise
 
 
 def gain(one: Shortlisted, other: Shortlisted, tolerance: float) -> Gain:
-    """Seed by seed: both saw the same requests. Two standard errors, or the bisections' own tolerance if greater."""
+    """Compares goodputs seed by seed, on the same requests. The noise is two standard errors, or the tolerance of the
+    bisection if greater."""
     ratios = np.array(one.goodputs) / np.maximum(other.goodputs, 1e-12) - 1.0
     spread = 2 * float(ratios.std(ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
     return Gain(float(ratios.mean()), max(spread, tolerance))
@@ -47,33 +49,33 @@ def gain(one: Shortlisted, other: Shortlisted, tolerance: float) -> Gain:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The winner and the runner-up; `lines` say it in words."""
+    """The winner and the runner-up; `lines` explain the choice."""
 
     winner: Shortlisted
     runner_up: Shortlisted | None
-    disaggregate: bool
+    should_disaggregate: bool
     lines: tuple[str, ...]
 
 
 def recommend(problem: Problem, found: Found, tolerance: float) -> Recommendation:
-    """Disaggregation has to win by more than noise: it is the more complicated of the two."""
-    split, whole = found.of(Kind.DISAGGREGATED), found.of(Kind.SINGLE, Kind.REPLICATED)
-    assert split or whole, "a search that found nothing has raised"
-    if not split or not whole:
+    """Recommends a candidate. Disaggregation must win by more than noise, as it is the more complicated of the two."""
+    disaggregated, colocated = found.of(Kind.DISAGGREGATED), found.of(Kind.SINGLE, Kind.REPLICATED)
+    assert disaggregated or colocated, "a search that found nothing has raised"
+    if not disaggregated or not colocated:
         winner = found.shortlist[0]
-        lines = [_alone(problem, winner)]
+        lines = [_only_architecture(problem, winner)]
     else:
-        over = gain(split, whole, tolerance)
-        winner = split if over.told_apart else whole
-        lines = [_told_apart(problem, split, whole, over)]
+        margin = gain(disaggregated, colocated, tolerance)
+        winner = disaggregated if margin.is_significant else colocated
+        lines = [_comparison(problem, disaggregated, colocated, margin)]
     rest = [each for each in found.shortlist if each is not winner]
     if rest:
-        explained = split is not None and whole is not None and rest[0] in (split, whole)
+        explained = disaggregated is not None and colocated is not None and rest[0] in (disaggregated, colocated)
         lines.append(_second(problem, winner, rest[0], explained))
-    return Recommendation(winner, rest[0] if rest else None, winner is split, tuple(lines))
+    return Recommendation(winner, rest[0] if rest else None, winner is disaggregated, tuple(lines))
 
 
-def _alone(problem: Problem, winner: Shortlisted) -> str:
+def _only_architecture(problem: Problem, winner: Shortlisted) -> str:
     if winner.candidate.kind is Kind.DISAGGREGATED:
         return f"disaggregate: no worker of both roles keeps {problem.objectives}"
     if problem.devices == 1:
@@ -81,36 +83,36 @@ def _alone(problem: Problem, winner: Shortlisted) -> str:
     return f"do not disaggregate: no pair of pools on {problem.devices} devices keeps {problem.objectives}"
 
 
-def _told_apart(problem: Problem, split: Shortlisted, whole: Shortlisted, over: Gain) -> str:
-    rates = f"{total(problem, split):.3g} requests/s within the objectives against {total(problem, whole):.3g}"
-    if over.told_apart:
+def _comparison(problem: Problem, disaggregated: Shortlisted, colocated: Shortlisted, margin: Gain) -> str:
+    rates = (
+        f"{total(problem, disaggregated):.3g} requests/s within the objectives against {total(problem, colocated):.3g}"
+    )
+    if margin.is_significant:
         return (
-            f"disaggregate: {split.candidate.mesh} carries {rates} of {whole.candidate.mesh}, {over.mean:+.0%}"
-            f" (noise {over.noise:.0%}); there, {why(problem, whole)}"
+            f"disaggregate: {disaggregated.candidate.mesh} carries {rates} of {colocated.candidate.mesh},"
+            f" {margin.mean:+.0%} (noise {margin.noise:.0%}); there, {why(problem, colocated)}"
         )
     return (
-        f"do not disaggregate: the best pair of pools, {split.candidate.mesh}, carries {rates} of"
-        f" {whole.candidate.mesh}, {over.mean:+.0%} (noise {over.noise:.0%}); {why(problem, split)}"
+        f"do not disaggregate: the best pair of pools, {disaggregated.candidate.mesh}, carries {rates} of"
+        f" {colocated.candidate.mesh}, {margin.mean:+.0%} (noise {margin.noise:.0%});"
+        f" {why(problem, disaggregated)}"
     )
 
 
 def _second(problem: Problem, winner: Shortlisted, second: Shortlisted, explained: bool) -> str:
-    """`explained`: the line above has said what binds it."""
+    """Returns the sentence on the runner-up; `explained`: the line above has named the binding resource."""
     less = 1.0 - second.goodput / winner.goodput
     words = f"{less:.0%} less" if less > 0 else f"{-less:.0%} more, which is noise"
     return f"runner-up: {second.candidate}, {words}" + ("" if explained else f": {why(problem, second)}")
 
 
 def total(problem: Problem, shortlisted: Shortlisted) -> float:
-    """Requests a second of all its devices."""
+    """Returns the requests per second of all its devices."""
     return shortlisted.goodput * problem.paid(shortlisted.candidate)
 
 
-# ---------------------------------------------------------------------- which resource binds
-
-
 def binding(shortlisted: Shortlisted) -> str:
-    """The scarcest resource among those that make late what was late just above the goodput."""
+    """Returns the scarcest resource among those behind the missed objective just above the goodput."""
     above = shortlisted.above
     names = FIRST_TOKEN if above.first_in_time <= above.steps_in_time else LATER_TOKENS
     rates = shortlisted.limits.rates()
@@ -118,7 +120,7 @@ def binding(shortlisted: Shortlisted) -> str:
 
 
 def why(problem: Problem, shortlisted: Shortlisted) -> str:
-    """One sentence from numbers."""
+    """Returns one sentence on the binding resource with its numbers."""
     name = binding(shortlisted)
     return f"{RESOURCES[name]} binds: {_SENTENCES[name](problem, shortlisted)}"
 
@@ -159,23 +161,21 @@ _SENTENCES = {"prefill": _prefill, "queue": _prefill, "decode": _decode, "memory
 
 
 def _spare(shortlisted: Shortlisted) -> str:
-    """How busy the other pool is meanwhile."""
+    """Returns a remark on how busy the two pools are at the goodput."""
     busy = shortlisted.at_goodput.busy
     if Role.COLOCATED in busy:
         return ""
     return f" (at its goodput prefill works {busy[Role.PREFILL]:.0%} of the time, decode {busy[Role.DECODE]:.0%})"
 
 
-# ---------------------------------------------------------------------- the asked rate
-
-
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """At an asked rate. `share` is of it that the winner could take besides; negative where it cannot take it."""
+    """The capacity left at a requested rate. `share`: the winner's spare capacity relative to that rate; negative if it
+    cannot carry the rate."""
 
     asked_rps: float
     share: float
-    devices: int  # that would do, by goodput a device
+    devices: int  # devices that would suffice, by goodput per device
 
 
 def headroom(problem: Problem, winner: Shortlisted, asked_rps: float) -> Headroom:
@@ -184,31 +184,32 @@ def headroom(problem: Problem, winner: Shortlisted, asked_rps: float) -> Headroo
 
 
 def bounds_in_words(limits: Limits) -> str:
-    """Every resource's rate, least first."""
+    """Returns every resource's rate, lowest first."""
     rates = sorted(limits.rates().items(), key=lambda row: row[1])
     return ", ".join(f"{RESOURCES[name]} {rate:.3g}" for name, rate in rates if rate < math.inf)
 
 
-# Would the answer be another if the question were a little different? The link halved, the objectives moved.
+# Does the answer change with the question? Variants: half the link bandwidth, other objectives.
 
-CHALLENGERS = 2  # of each architecture, besides the shortlist
+CHALLENGERS = 2  # of each architecture, in addition to the shortlist
 
 
 @dataclass(frozen=True, slots=True)
 class Varied:
-    """goodput: of the old winner under the new question; best: whoever wins then, and its goodput."""
+    """The winner of a variant of the problem. `goodput`: of the original winner in the variant. `best`: goodput of the
+    variant's winner."""
 
     name: str
     goodput: float
     winner: Candidate | None
     best: float
-    changed: bool
+    is_changed: bool
 
 
 def vary(
     found: Found, winner: Shortlisted, space: Space, questions: Mapping[str, Problem], like: Search
 ) -> tuple[list[Varied], Counts]:
-    """Each of the questions, with one seed: the winner against the shortlist and the best bounds of each kind."""
+    """Answers each variant with one seed: the winner against the shortlist and the best bounds of each kind."""
     counts = Counts()
     return [_varied(name, problem, found, winner, space, like, counts) for name, problem in questions.items()], counts
 
@@ -223,14 +224,14 @@ def _varied(
         return Varied(name, 0.0, None, 0.0, True)
     goodput = search.race(own, name)[0].goodput if own else 0.0
     others = [each for each in feasible if each.candidate != winner.candidate]
-    better = [each for each in search.race(others, name, goodput * (1 + like.tolerance)) if each.exact]
+    better = [each for each in search.race(others, name, goodput * (1 + like.tolerance)) if each.is_exact]
     if better:
         return Varied(name, goodput, better[0].bounded.candidate, better[0].goodput, True)
     return Varied(name, goodput, winner.candidate, goodput, False)
 
 
 def _challengers(search: Search, found: Found, winner: Shortlisted, space: Space) -> list[BoundedCandidate]:
-    """Best bound first."""
+    """Returns the candidates to compare, best bound first."""
     try:
         feasible = search.with_limits(space)
     except ConfigError:
@@ -245,14 +246,14 @@ def _challengers(search: Search, found: Found, winner: Shortlisted, space: Space
     return sorted(chosen, key=lambda each: -each.bound)
 
 
-# The plan as `jdisagg.launch` takes it: a TOML file of settings, each in its group, and why in comments.
+# The plan as `jdisagg launch` reads it: a TOML file of settings by group, with the reasons in comments.
 
 
 def settings_of(candidate: Candidate, given: ClusterSpec) -> dict[str, Any]:
-    """What was simulated, by the names of `Settings`."""
+    """Returns the simulated sizes by their names in `Settings`."""
     prefill = next(each for each in given.workers if each.role.prefills)
     decode = next(each for each in given.workers if each.role.decodes)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "mesh": str(candidate.mesh),
         "max_model_len": decode.max_model_len,
         "max_num_seqs": decode.num_slots,
@@ -264,18 +265,18 @@ def settings_of(candidate: Candidate, given: ClusterSpec) -> dict[str, Any]:
         "mixed_steps": "on" if decode.mixed_steps else "off",
     }
     if candidate.kind is Kind.DISAGGREGATED:
-        found["transfer"] = str(candidate.transfer)
+        settings["transfer"] = str(candidate.transfer)
     if given.routing is not None:
-        found["routing"] = str(given.routing)
-    return found
+        settings["routing"] = str(given.routing)
+    return settings
 
 
 def as_policy(settings: Mapping[str, Any], why: Sequence[str]) -> str:
-    """TOML text. Raises ConfigError for a setting that cannot be."""
+    """Returns TOML text. Raises ConfigError for an unknown or invalid setting."""
     known = {each.name: each for each in fields(Settings)}
     unknown = [name for name in settings if name not in known]
     if unknown:
-        raise ConfigError(f"no setting {', '.join(unknown)} among those of jdisagg.launch")
+        raise ConfigError(f"no setting {', '.join(unknown)} among those of jdisagg launch")
     Settings(**settings).check()
     groups: dict[str, list[str]] = {}
     for name, value in settings.items():
@@ -286,16 +287,16 @@ def as_policy(settings: Mapping[str, Any], why: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# USD a million tokens of a candidate: each pool's hours over the tokens that it serves within the objectives.
+# A candidate's USD per million tokens: each pool's hours over the tokens that it serves within the objectives.
 #
-# The first output token is a prefill product: it is counted there. Idle devices are paid by both pools alike. A
-# worker of both roles is split by the share of its busy time that prompts take, so that architectures compare.
+# The first output token counts as prefill. Idle devices are paid by both pools in proportion. A colocated worker is
+# split by the share of its busy time that prompts take, so that architectures compare.
 
 HOUR_S = 3600.0
 
 
 def token_prices(problem: Problem, shortlisted: Shortlisted, rate_rps: float, usd_per_hour: float) -> PoolPrices:
-    """At `rate_rps` requests a second, with every paid device at `usd_per_hour`."""
+    """Returns the prices at `rate_rps` requests per second, with every paid device at `usd_per_hour`."""
     means = problem.workload.means
     usd_per_s = usd_per_hour / HOUR_S * problem.paid(shortlisted.candidate)
     share = prefill_share(shortlisted)
@@ -310,7 +311,7 @@ def token_prices(problem: Problem, shortlisted: Shortlisted, rate_rps: float, us
 
 
 def prefill_share(shortlisted: Shortlisted) -> float:
-    """Of the devices in use, or of their busy time where they do both."""
+    """Returns prefill's share of the devices in use, or of the busy time of colocated workers."""
     candidate = shortlisted.candidate
     if candidate.kind is Kind.DISAGGREGATED:
         return devices_of(candidate.mesh.pools[0]) / candidate.devices
@@ -318,11 +319,11 @@ def prefill_share(shortlisted: Shortlisted) -> float:
     return min(1.0, shortlisted.at_goodput.rate_rps * shortlisted.limits.prompt_device_s / max(busy_devices, 1e-9))
 
 
-# What the planner says, as tables and lines for a terminal.
+# The planner's tables and lines for a terminal.
 
 
 def shortlist(problem: Problem, found: Found, usd_per_hour: float, asked_rps: float) -> Table:
-    """Goodput, what the first seed's run at it was like, and prices at the asked rate or at the goodput."""
+    """Returns a table of goodputs, latencies at the goodput, and prices at the requested rate or at the goodput."""
     table = Table(title=f"best of each architecture, {problem.objectives}", box=box.SIMPLE_HEAD)
     table.add_column("mesh, tokens of a chunk, KV leaves by", overflow="fold")
     for name in ("req/s", "a device", "TTFT, TPOT ms", "busy", "$/M in, out"):
@@ -339,8 +340,8 @@ def _row(problem: Problem, each: Shortlisted, usd_per_hour: float, asked_rps: fl
     spread = (max(each.goodputs) - min(each.goodputs)) / 2 / each.goodput
     prices = "not stated"
     if usd_per_hour:
-        found = token_prices(problem, each, min(asked_rps or carried, carried), usd_per_hour)
-        prices = f"{found.uncached_input_tokens:.3f} {found.output_tokens:.3f}"
+        prices_found = token_prices(problem, each, min(asked_rps or carried, carried), usd_per_hour)
+        prices = f"{prices_found.uncached_input_tokens:.3f} {prices_found.output_tokens:.3f}"
     return [
         f"{candidate.mesh}, {candidate.chunk_tokens}{leaves}",
         f"{carried:.3g} ±{spread:.0%}",
@@ -352,7 +353,7 @@ def _row(problem: Problem, each: Shortlisted, usd_per_hour: float, asked_rps: fl
 
 
 def counted(counts: Counts) -> list[str]:
-    """What became of all candidates."""
+    """Returns lines on how many candidates were refused, pruned and simulated."""
     refused = sum(counts.refused.values())
     lines = [
         f"{counts.considered:,} configurations: {refused:,} refused by arithmetic, {counts.pruned:,} under the best by"
@@ -375,7 +376,7 @@ def varied(rows: Sequence[Varied]) -> Table:
     for row in rows:
         if row.winner is None:
             other = "nothing keeps the objectives"
-        elif row.changed:
+        elif row.is_changed:
             other = f"yes: {row.winner}, {row.best:.3g}"
         else:
             other = "no"
@@ -384,7 +385,7 @@ def varied(rows: Sequence[Varied]) -> Table:
 
 
 def bounds(problem: Problem, feasible: Sequence[BoundedCandidate], most: int = 12) -> Table:
-    """What arithmetic alone says."""
+    """Returns a table of the bounds by arithmetic."""
     table = Table(title=f"upper bounds by arithmetic, {problem.objectives}")
     for name in ("configuration", "requests/s", "what binds, requests/s each"):
         table.add_column(name)

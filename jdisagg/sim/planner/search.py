@@ -1,9 +1,9 @@
-"""The search: arithmetic first, then one simulation of each that it leaves, then more of those that lead.
+"""The search: bounds by arithmetic first, then one simulation of each remaining candidate, then more of the leaders.
 
-A candidate is simulated at the rate of the best one so far; only if it keeps the objectives there, its own goodput is
-sought (a race). Those that lead their architecture, and the runner-up, are measured with more seeds, all with the same
-requests (successive halving; Jamieson and Talwalkar, AISTATS 2016), so that differences are the candidates' own.
-Nothing is random but by the problem's seed, and no clock is read: equal inputs, equal answers.
+A candidate is simulated at the rate of the best one so far. Its own goodput is searched only if it meets the
+objectives there (a race). The leaders of each architecture and the runner-up are measured with more seeds, all with
+the same requests (successive halving; Jamieson and Talwalkar, AISTATS 2016), so that differences are the candidates'
+own. All randomness comes from the problem's seed, and no clock is read: equal inputs give equal answers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jdisagg.sim.planner.problem import Objectives, Problem
 from jdisagg.sim.planner.space import Candidate, Kind, Space
 from jdisagg.sim.shared import simulated
 
-# One simulated run of a candidate, and what it says of the objectives. Rates are requests a second.
+# One simulated run of a candidate and its attainment. Rates are requests per second.
 
-MOST_STEPS = 40  # of a bisection: tolerances end it long before
+MOST_STEPS = 40  # of a bisection, which its tolerance ends long before
 
 
 Shares = tuple[float, float, float, float, float]  # met, first in time, steps in time, TTFT and TPOT at the share
@@ -34,7 +34,7 @@ Shares = tuple[float, float, float, float, float]  # met, first in time, steps i
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """So many requests arrive; those from `first_s` to `last_s` count; the clock stops at `until_s`."""
+    """The requests of a run: those arriving from `first_s` to `last_s` count; the clock stops at `until_s`."""
 
     requests: int
     first_s: float = 0.0
@@ -44,21 +44,21 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long is simulated. A stay is how long a mean request takes that just keeps its objectives.
+    """The length of a simulation. A stay is the time of a mean request that just meets its objectives.
 
-    A cluster fills for `fill` stays, is judged for `stays` of them (and `least_requests`), and is still asked for more
-    while the last of those are on their way: neither an empty start nor an empty end flatters it. With
-    `requests_per_device`, as published runs were made, all of so many requests count instead, to their ends.
+    A cluster fills for `fill` stays and is measured for `stays` of them (and `least_requests`). Requests still
+    arrive while the last measured ones run, so that neither an empty start nor an empty end flatters it. With
+    `requests_per_device`, as in published runs, that many requests count instead, to their ends.
     """
 
     fill: float = 1.0
     stays: float = 1.0
     tail: float = 0.5
     least_requests: int = 200
-    least_ttfts: float = 0.0  # objectives for the first token: a queue that only just grows takes that long to show
-    least_devices: int = 1 << 30  # of the part that is simulated; so many: all of a candidate
+    least_ttfts: float = 0.0  # in TTFT objectives: a slowly growing queue takes that long to show
+    least_devices: int = 1 << 30  # of the simulated part; this many: the whole candidate
     requests_per_device: float = 0.0
-    seeds: int = 1  # runs that a trial is the mean of
+    seeds: int = 1  # runs whose mean is a trial's result
 
     def window(self, problem: Problem, devices: int, rate_rps: float) -> Window:
         if self.requests_per_device:
@@ -74,20 +74,19 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of one rate. Shares are of the requests that count; those late and on their way are judged as far as
-    they came."""
+    """The result at one rate. Shares are of the counted requests; unfinished ones are judged as far as they came."""
 
     rate_rps: float  # of the whole candidate
     met: float
     first_in_time: float
     steps_in_time: float
-    ttft_s: float  # at the asked share
+    ttft_s: float  # at the required share
     tpot_s: float
     busy: dict[Role, float]
 
 
 def try_rate(problem: Problem, candidate: Candidate, rate_rps: float, effort: Effort, seed: int) -> Trial:
-    """A part of the candidate at its share of the rate; all of it where the effort asks for all devices."""
+    """Simulates a part of the candidate at its share of the rate, or all of it if the effort requires all devices."""
     part, parts = candidate.part(effort.least_devices)
     share_rps = rate_rps / parts
     window = effort.window(problem, part.devices, share_rps)
@@ -119,29 +118,29 @@ def _shares(records: list[Record], objectives: Objectives, end_s: float) -> Shar
 
 
 def _quantile(values: np.ndarray, share: float) -> float:
-    """As numpy's, but infinite beside an infinite one, where numpy warns and says that it is no number."""
+    """Returns numpy's quantile, but inf next to an infinite value, for which numpy warns and returns nan."""
     ordered = np.sort(values)
     above = ordered[math.ceil(share * (len(ordered) - 1))]
     return math.inf if math.isinf(above) else float(np.quantile(ordered, share))
 
 
 def _ttft_s(record: Record, end_s: float) -> float:
-    """At least as long as has passed, where there is no first token yet; infinite for whoever was turned away."""
-    if record.told_tokens:
+    """Returns the TTFT, or the time so far if there is no first token; inf for a rejected request."""
+    if record.emitted_tokens:
         return record.ttft_s
     return math.inf if record.ends else end_s - record.arrival_s
 
 
 def _tpot_s(record: Record, end_s: float) -> float:
-    """Of the tokens told; of a second one that is still out, what has passed."""
-    if record.ends and not record.served:
+    """Returns the TPOT of the tokens so far, or the time since the first token if the second is missing."""
+    if record.ends and not record.is_served:
         return math.inf
-    waits = record.told_tokens == 1 and not record.ends
-    return end_s - record.first_s if waits else record.tpot_s
+    is_waiting = record.emitted_tokens == 1 and not record.ends
+    return end_s - record.first_s if is_waiting else record.tpot_s
 
 
 def _busy(part: Candidate, outcome: Outcome, cluster: Cluster) -> dict[Role, float]:
-    """Mean over the workers of each role, of the time that was simulated."""
+    """Returns the mean busy share of each role's workers over the simulated time."""
     stretch = outcome.span_s / cluster.now_s if cluster.now_s else 0.0
     roles: dict[Role, list[float]] = {}
     for place in part.mesh.workers():
@@ -150,10 +149,8 @@ def _busy(part: Candidate, outcome: Outcome, cluster: Cluster) -> dict[Role, flo
 
 
 def highest(holds: Callable[[float], bool], low: float, high: float, tolerance: float) -> float:
-    """The highest rate that holds, to `tolerance`, where `low` is known to hold (0 always does).
-
-    `high` is believed not to hold: it is tried only where all below it did, and then the search goes on above it.
-    """
+    """Returns the highest rate that holds, to `tolerance`; `low` is known to hold (0 always does). `high` is assumed
+    not to hold. It is tried only if all rates below it did, and then the search continues above it."""
     for _ in range(MOST_STEPS):
         top = high
         while high - low > tolerance * high:
@@ -165,38 +162,39 @@ def highest(holds: Callable[[float], bool], low: float, high: float, tolerance: 
     return low
 
 
-SLACK = 1.05  # bounds are of mean requests: a workload may do this much better
-SHORT = Effort(0.75, 0.5, 0.1, least_ttfts=8, least_devices=16)  # of the race
-LONG = Effort(least_requests=400, least_ttfts=20)  # of the finals
-SEEDS = 3  # that shortlist are measured with
+SLACK = 1.05  # bounds are for mean requests: a workload may do this much better
+SHORT = Effort(0.75, 0.5, 0.1, least_ttfts=8, least_devices=16)  # for the race
+LONG = Effort(least_requests=400, least_ttfts=20)  # for the finals
+SEEDS = 3  # with which the shortlist is measured
 
 
 @dataclass(frozen=True, slots=True)
 class BoundedCandidate:
-    """A candidate that arithmetic leaves in, with the limits that it found."""
+    """A candidate that arithmetic does not exclude, with its limits."""
 
     candidate: Candidate
     limits: Limits
-    bound: float  # requests/s a paid device
+    bound: float  # requests/s per paid device
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """`goodput` in requests/s a paid device; where `exact` is False it is under a rate that was missed."""
+    """A candidate's goodput in requests/s per paid device. If not `is_exact`, the goodput only lies below a rate that
+    was missed."""
 
     bounded: BoundedCandidate
     goodput: float
-    exact: bool = True
+    is_exact: bool = True
 
 
 @dataclass(frozen=True)
 class Shortlisted:
-    """Measured for long. Goodputs are by seed, requests/s a paid device."""
+    """A candidate measured in long runs. Goodputs are by seed, in requests/s per paid device."""
 
     bounded: BoundedCandidate
     goodputs: tuple[float, ...]
-    at_goodput: Trial  # the highest rate tried that held, of the first seed
-    above: Trial  # the lowest that did not: what gives way first
+    at_goodput: Trial  # the highest tried rate that held, of the first seed
+    above: Trial  # the lowest tried rate that did not: it shows what gives way first
 
     @property
     def candidate(self) -> Candidate:
@@ -213,39 +211,39 @@ class Shortlisted:
 
 @dataclass
 class Counts:
-    """What became of the candidates."""
+    """The numbers of candidates by what happened to them."""
 
     considered: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # by reason: arithmetic says no
-    pruned: int = 0  # their bound is below the best found
-    left: int = 0  # not tried: there were more than `most` of a kind
+    refused: Counter[str] = field(default_factory=Counter)  # by reason, refused by arithmetic
+    pruned: int = 0  # their bound is below the best goodput
+    left: int = 0  # not tried, as there were more than `most` of a kind
     tried: int = 0
     runs: int = 0
 
 
 @dataclass(frozen=True)
 class Found:
-    """The shortlist, best first."""
+    """The result of a search: the shortlist, best first."""
 
     shortlist: tuple[Shortlisted, ...]
     counts: Counts
-    field: tuple[BoundedCandidate, ...]  # all that arithmetic left in, best bound first
+    field: tuple[BoundedCandidate, ...]  # all that arithmetic does not exclude, best bound first
 
     def of(self, *kinds: Kind) -> Shortlisted | None:
-        """The best of some architectures."""
+        """Returns the best candidate of these architectures."""
         return next((each for each in self.shortlist if each.candidate.kind in kinds), None)
 
 
-OnProgress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
+OnProgress = Callable[[str, int, int], None]  # called with the stage, the number done and the total
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """Reports nothing."""
+    """Ignores progress reports entirely."""
 
 
 @dataclass
 class Search:
-    """One problem's search. `most`: candidates of one architecture that are simulated at all."""
+    """One problem's search. `most`: candidates of one architecture that are simulated."""
 
     problem: Problem
     short: Effort = SHORT
@@ -253,7 +251,7 @@ class Search:
     seeds: int = SEEDS
     tolerance: float = 0.03
     most: int = 24
-    slack: float = SLACK  # inf: bounds neither prune nor cap, as for runs so short that they only put work off
+    slack: float = SLACK  # inf: bounds neither prune nor cap, for runs so short that they only postpone work
     on_progress: OnProgress = no_progress
     counts: Counts = field(default_factory=Counts)
 
@@ -262,7 +260,7 @@ class Search:
         self._trials: dict[tuple[Candidate, Effort, int], dict[float, Trial]] = {}  # by rate
 
     def over(self, space: Space) -> Found:
-        """Raises `Infeasible` where nothing can keep the objectives."""
+        """Searches the space. Raises `InfeasibleError` if no candidate can meet the objectives."""
         feasible = self.with_limits(space)
         leaders: list[Scored] = []
         for kind in Kind:
@@ -271,11 +269,9 @@ class Search:
         leaders.sort(key=lambda scored: -scored.goodput)
         return Found(self.measure_all(_shortlist(leaders)), self.counts, tuple(feasible))
 
-    # ------------------------------------------------------------ arithmetic
-
     def with_limits(self, candidates: Iterable[Candidate]) -> list[BoundedCandidate]:
-        """Those that arithmetic leaves in, best bound first. Of each disaggregated mesh only the chunk with the best
-        bound: chunks matter most where decode waits for them."""
+        """Returns the candidates that arithmetic does not exclude, best bound first. Of each disaggregated mesh only
+        the chunk size with the best bound is kept; chunk sizes matter most if decode waits for them."""
         best: dict[tuple[str, int, int], BoundedCandidate] = {}
         for candidate in candidates:
             self.counts.considered += 1
@@ -304,10 +300,8 @@ class Search:
             return None
         return BoundedCandidate(candidate, found, found.bound / self.problem.paid(candidate))
 
-    # ------------------------------------------------------------ a run each
-
     def race(self, feasible: list[BoundedCandidate], what: str, best: float = 0.0) -> list[Scored]:
-        """Best first. A candidate is dropped unsimulated when even its bound is below the best so far."""
+        """Simulates candidates, best first. A candidate whose bound is below the best goodput is skipped."""
         scored: list[Scored] = []
         self.counts.left += len(feasible[self.most :])
         for index, bounded in enumerate(feasible[: self.most]):
@@ -316,33 +310,33 @@ class Search:
                 self.counts.pruned += 1
                 continue
             scored.append(self._against(bounded, best))
-            if scored[-1].exact:
+            if scored[-1].is_exact:
                 best = max(best, scored[-1].goodput)
         self.on_progress(what, 1, 1)
         return sorted(scored, key=lambda each: -each.goodput)
 
     def _against(self, bounded: BoundedCandidate, best: float) -> Scored:
-        """Its goodput if it is above the best so far, else what is left of that."""
+        """Returns the candidate's goodput if it is above the best so far, else an estimate below that."""
         self.counts.tried += 1
         share = self.problem.objectives.share
         if best:
             met = self._trial(bounded, best, self.short).met
             if met < share:
-                return Scored(bounded, best * met / share * 0.999, exact=False)
+                return Scored(bounded, best * met / share * 0.999, is_exact=False)
         return Scored(bounded, self._goodput(bounded, best, max(bounded.bound, 1.05 * best), self.short))
 
     def refine(self, space: Space, ranked: list[Scored]) -> list[Scored]:
-        """Other chunks and transfer modes for whoever leads; kept where they gain what runs can tell."""
+        """Tries other chunk sizes and transfer modes of the leader; keeps one that gains more than the tolerance."""
         if not ranked:
             return ranked
         leader = ranked[0]
         others = [self.bounded(each) for each in space.neighbours(leader.bounded.candidate)]
         tried = self.race([each for each in others if each], f"around {leader.bounded.candidate.mesh}", leader.goodput)
-        better = [each for each in tried if each.exact and each.goodput > (1 + self.tolerance) * leader.goodput]
+        better = [each for each in tried if each.is_exact and each.goodput > (1 + self.tolerance) * leader.goodput]
         return [*better[:1], *ranked]
 
     def _goodput(self, bounded: BoundedCandidate, low: float, high: float, effort: Effort, seed: int = 0) -> float:
-        """A rate a device."""
+        """Searches the goodput, a rate per device."""
         share = self.problem.objectives.share
         sustained = bounded.limits.sustained / self.problem.paid(bounded.candidate)
 
@@ -352,17 +346,15 @@ class Search:
         return highest(holds, low, high, self.tolerance)
 
     def _trial(self, bounded: BoundedCandidate, per_device: float, effort: Effort, seed: int = 0) -> Trial:
-        known = self._trials.setdefault((bounded.candidate, effort, seed), {})
-        if per_device not in known:
+        trials = self._trials.setdefault((bounded.candidate, effort, seed), {})
+        if per_device not in trials:
             self.counts.runs += 1
             rate = per_device * self.problem.paid(bounded.candidate)
-            known[per_device] = try_rate(self.problem, bounded.candidate, rate, effort, seed)
-        return known[per_device]
-
-    # ------------------------------------------------------------ more seeds
+            trials[per_device] = try_rate(self.problem, bounded.candidate, rate, effort, seed)
+        return trials[per_device]
 
     def measure_all(self, leaders: list[Scored]) -> tuple[Shortlisted, ...]:
-        """Measured with the same seeds each, best first."""
+        """Measures the leaders with the same seeds each, best first."""
         measured = []
         for index, leader in enumerate(leaders):
             self.on_progress("shortlist", index, len(leaders))
@@ -371,27 +363,27 @@ class Search:
         return tuple(sorted((each for each in measured if each.goodput > 0), key=lambda each: -each.goodput))
 
     def measure(self, leader: Scored) -> Shortlisted:
-        """Goodput by seed, sought near what the race said."""
+        """Measures the goodput by seed, near the race's result."""
         bounded = leader.bounded
-        goodputs = tuple(self._near(bounded, leader.goodput, seed) for seed in range(self.seeds))
+        goodputs = tuple(self._goodput_near(bounded, leader.goodput, seed) for seed in range(self.seeds))
         share = self.problem.objectives.share
         trials = sorted(self._trials[bounded.candidate, self.long, 0].values(), key=lambda trial: trial.rate_rps)
-        kept = [trial for trial in trials if trial.met >= share] or trials[:1]
+        held = [trial for trial in trials if trial.met >= share] or trials[:1]
         missed = [trial for trial in trials if trial.met < share] or trials[-1:]
-        return Shortlisted(bounded, goodputs, kept[-1], missed[0])
+        return Shortlisted(bounded, goodputs, held[-1], missed[0])
 
-    def _near(self, bounded: BoundedCandidate, near: float, seed: int) -> float:
+    def _goodput_near(self, bounded: BoundedCandidate, estimate: float, seed: int) -> float:
         share, effort = self.problem.objectives.share, self.long
-        if self._trial(bounded, near, effort, seed).met >= share:
-            return self._goodput(bounded, near, 1.06 * near, effort, seed)
-        low = 0.9 * near
+        if self._trial(bounded, estimate, effort, seed).met >= share:
+            return self._goodput(bounded, estimate, 1.06 * estimate, effort, seed)
+        low = 0.9 * estimate
         if self._trial(bounded, low, effort, seed).met >= share:
-            return self._goodput(bounded, low, near, effort, seed)
+            return self._goodput(bounded, low, estimate, effort, seed)
         return self._goodput(bounded, 0.0, low, effort, seed)
 
 
 def _shortlist(leaders: list[Scored]) -> list[Scored]:
-    """The best of each architecture, and the best two of all."""
+    """Returns the best of each architecture, and the best two of all."""
     chosen = leaders[:2]
     for kind in Kind:
         first = next((each for each in leaders if each.bounded.candidate.kind is kind), None)

@@ -1,4 +1,4 @@
-"""What may be built of so many devices: meshes, chunk sizes and transfer modes that are worth a look. Counting only."""
+"""The candidates for a number of devices: meshes, chunk sizes and transfer modes worth trying."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from jdisagg.sim.cluster_spec import FREE_LINK, ClusterSpec, CostOf, PortOf, Top
 from jdisagg.sim.links import FairLinks
 from jdisagg.sim.measured import cluster_spec_of
 
-# Which workers stand together in fast domains (nodes, slices), so that KV keeps to fast links. Counting only.
+# Which workers share fast domains (nodes, slices), so that KV uses fast links.
 #
-# DistServe (Zhong et al., OSDI 2024) places for two kinds of cluster. Where links between nodes are as good as
-# any (its algorithm 1, high node-affinity) workers stand anywhere. Where they are slow (algorithm 2, low node-
-# affinity) each pair keeps within a node, or each pair of equal stages does. Here both are candidates, and what
-# they carry decides.
+# DistServe (Zhong et al., OSDI 2024) has placements for two kinds of cluster. If links between nodes are as fast as
+# others (algorithm 1, high node-affinity), workers can be anywhere. If they are slow (algorithm 2, low node-affinity),
+# each pair stays within a node, or each pair of equal stages does. Here both are candidates, and their simulated
+# goodput decides.
 
-PAIRING = Routing.CACHE_AWARE  # what keeps requests to pairs of one domain, as long as that is quicker
+PAIRING = Routing.CACHE_AWARE  # keeps requests on pairs of one domain as long as that is faster
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Workers that share a domain, or, stage by stage, as many domains as they have stages."""
+    """Workers that share a domain; or, with equal stages together, as many domains as they have stages."""
 
     name: str
     workers: tuple[WorkerId, ...]
@@ -45,15 +45,16 @@ class Unit:
 
 
 def paired(mesh: MeshSpec, domain_devices: int) -> tuple[Unit, ...]:
-    """Prefill and decode workers dealt to as few units as fit their domains; () where no unit of one of each fits."""
+    """Distributes prefill and decode workers over as few units as fit their domains. Returns () if not even one unit
+    with one worker of each role fits."""
     prefills = [place for place in mesh.workers() if place.role is Role.PREFILL]
     decodes = [place for place in mesh.workers() if place.role is Role.DECODE]
     for count in range(1, min(len(prefills), len(decodes)) + 1):
-        dealt = [(*prefills[unit::count], *decodes[unit::count]) for unit in range(count)]
-        units = [_unit(f"domain-{number}", places, domain_devices) for number, places in enumerate(dealt)]
-        found = tuple(unit for unit in units if unit is not None)
-        if len(found) == count:
-            return found
+        assigned = [(*prefills[unit::count], *decodes[unit::count]) for unit in range(count)]
+        units = [_unit(f"domain-{number}", places, domain_devices) for number, places in enumerate(assigned)]
+        fitting = tuple(unit for unit in units if unit is not None)
+        if len(fitting) == count:
+            return fitting
     return ()
 
 
@@ -68,14 +69,14 @@ def _unit(name: str, places: Sequence[WorkerMesh], domain_devices: int) -> Unit 
 
 
 def topology_of(units: Sequence[Unit], device_bytes_per_s: float) -> Topology:
-    """A unit is a place of its own, whose way out is as wide as its devices' ways; 0: no limit."""
+    """Returns a topology with a location per unit, whose uplink is as wide as its devices' ports; 0: no limit."""
     labels = {worker: Labels(host=unit.name) for unit in units for worker in unit.workers}
     uplinks = {unit.name: device_bytes_per_s * unit.devices for unit in units if device_bytes_per_s}
     return Topology(labels, uplinks)
 
 
 class Kind(StrEnum):
-    """Architectures."""
+    """The architectures of a candidate."""
 
     SINGLE = "single"  # one worker of both roles
     REPLICATED = "replicated"  # several of them, chunks of prefill between decode steps
@@ -84,12 +85,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration."""
+    """One configuration: a mesh, chunk size and transfer mode."""
 
     mesh: MeshSpec
     chunk_tokens: int
     transfer: TransferMode = TransferMode.CHUNK
-    domain_devices: int = 0  # pairs stand within fast domains of so many; 0: anywhere
+    domain_devices: int = 0  # pairs are within fast domains of this many devices; 0: no constraint
 
     def __str__(self) -> str:
         ships = f", {self.transfer}" if self.kind is Kind.DISAGGREGATED else ""
@@ -108,10 +109,8 @@ class Candidate:
         return sum(devices_of(pool) for pool in self.mesh.pools)
 
     def part(self, least_devices: int = 0) -> tuple[Candidate, int]:
-        """A cluster with the same proportions and at least so many devices, and how many of it make this one.
-
-        The smaller the part, the less it evens out bursts over its workers: it does a little worse than its share.
-        """
+        """Returns a cluster of the same proportions with at least `least_devices`, and how many of it make this one. A
+        smaller part evens out bursts less over its workers, so it does a little worse than its share."""
         copies = math.gcd(*(pool.count for pool in self.mesh.pools))
         parts = next(
             parts
@@ -124,11 +123,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """`fill`: candidates take as many of the devices as their shapes can; else any number of them up to all.
+    """The candidates for a number of devices.
 
-    `domain_devices`: of a fast domain (a node, a slice), 0 where there are none: pools whose pairs may stand
-    within such domains are tried so, too. `slice_devices`: the numbers of devices that a worker may have, none: any.
-    `host_devices`: of a host, 0: no limit; a larger worker has whole hosts, and only decode pipelines span them.
+    `fill`: candidates use as many of the devices as their shapes can; else any number of them. `domain_devices`:
+    size of a fast domain (a node, a slice), 0: none; meshes whose pairs fit such domains are also tried with that
+    constraint. `slice_devices`: the numbers of devices that a worker may have; empty: any. `host_devices`: devices
+    of a host, 0: no limit; a larger worker has whole hosts, and only decode pipelines span them.
     """
 
     devices: int
@@ -151,20 +151,20 @@ class Space:
                 raise ConfigError(f"no {name} to choose from among {self.devices} devices")
 
     def __iter__(self) -> Iterator[Candidate]:
-        """With the first of the transfer modes: the others are tried on those that lead (`neighbours`)."""
+        """Yields the candidates with the first transfer mode; the others are tried on the leaders (`neighbours`)."""
         for mesh in [*self._colocated(), *self._disaggregated()]:
             for chunk in self.chunks:
                 yield Candidate(mesh, chunk, self.transfers[0])
-                if self._pairs(mesh):
+                if self._has_paired_form(mesh):
                     yield Candidate(mesh, chunk, self.transfers[0], self.domain_devices)
 
-    def _pairs(self, mesh: MeshSpec) -> bool:
-        """Whether its pairs fit into the domains that there are."""
+    def _has_paired_form(self, mesh: MeshSpec) -> bool:
+        """Returns True if the mesh's pairs fit into the available domains."""
         units = paired(mesh, self.domain_devices) if self.domain_devices and len(mesh.pools) > 1 else ()
         return 0 < sum(unit.domains for unit in units) <= -(-self.devices // self.domain_devices)
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same mesh in the other transfer modes and with chunks a step smaller or larger."""
+        """Yields the same mesh with the other transfer modes, and with the next smaller and larger chunk size."""
         at = self.chunks.index(candidate.chunk_tokens)
         for chunk in (*self.chunks[max(0, at - 1) : at], *self.chunks[at + 1 : at + 2]):
             yield replace(candidate, chunk_tokens=chunk)
@@ -186,15 +186,15 @@ class Space:
 
     def _splits(self, prefill: PoolSpec, decode: PoolSpec) -> Iterator[MeshSpec]:
         for count in range(1, self.devices // devices_of(prefill) + 1):
-            most, left = divmod(self.devices - count * devices_of(prefill), devices_of(decode))
-            if self.fill and left >= devices_of(prefill):
-                continue  # one more prefill worker has room
-            for other in range(most if self.fill else 1, most + 1):
-                if other >= 1:
-                    yield MeshSpec((replace(prefill, count=count), replace(decode, count=other)))
+            most_decodes, unused = divmod(self.devices - count * devices_of(prefill), devices_of(decode))
+            if self.fill and unused >= devices_of(prefill):
+                continue  # there is room for one more prefill worker
+            for decodes in range(most_decodes if self.fill else 1, most_decodes + 1):
+                if decodes >= 1:
+                    yield MeshSpec((replace(prefill, count=count), replace(decode, count=decodes)))
 
     def _shapes(self, role: Role, most: int) -> Iterator[PoolSpec]:
-        """Rings decode and do nothing else."""
+        """Yields the worker shapes of a role; only decode workers can be rings."""
         for pp in self.pps if role.decodes else self.prefill_pps:
             schedules = self.schedules if role is Role.DECODE and pp > 1 else (Schedule.STAGES,)
             for tp, schedule in itertools.product(self.tps, schedules):
@@ -203,7 +203,7 @@ class Space:
                     yield pool
 
     def _can_place(self, pool: PoolSpec) -> bool:
-        """Returns whether a worker of this shape has a slice, or whole hosts, to itself."""
+        """Returns True if a worker of this shape has a slice, or whole hosts, to itself."""
         devices = pool.pp * pool.tp
         if self.slice_devices and devices not in self.slice_devices:
             return False
@@ -216,21 +216,21 @@ def devices_of(pool: PoolSpec) -> int:
     return pool.count * pool.pp * pool.tp
 
 
-# Where candidates are built: of constants, with a port for each device, or of a profile of the user's own
-# devices.
+# Builders of candidates: from hardware constants with a port per device, or from a profile of the user's devices.
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateBuilder:
-    """A worker's port is as wide as its devices' together. device_bytes_per_s: one way; 0: KV takes no time."""
+    """Builds clusters of constants; a worker's port is as wide as those of its devices together. `device_bytes_per_s`:
+    one way; 0: KV takes no time."""
 
     settings: Settings
     cost_of: CostOf
     device_bytes_per_s: float = 0.0
-    inside_bytes_per_s: float = 0.0  # so, within a fast domain
+    inside_bytes_per_s: float = 0.0  # the same within a fast domain
 
     def build(self, candidate: Candidate) -> ClusterSpec:
-        """Raises ConfigError where weights or a page have no room."""
+        """Builds a candidate. Raises ConfigError if weights or a page do not fit."""
         mesh, tokens = candidate.mesh, candidate.chunk_tokens
         settings = replace(self.settings, max_num_batched_tokens=tokens, transfer=candidate.transfer)
         if candidate.domain_devices:
@@ -249,13 +249,13 @@ class CandidateBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledCandidateBuilder:
-    """Workers as the profile has them, chunks included: only meshes of its shapes can be built."""
+    """Builds workers as the profile has them, chunk sizes included; only meshes of its shapes can be built."""
 
     profile: Profile
     link_share: float = 1.0
 
     def build(self, candidate: Candidate) -> ClusterSpec:
-        """Raises ConfigError for shapes that were not timed."""
+        """Builds a candidate. Raises ConfigError for shapes without measured times."""
         given = cluster_spec_of(self.profile, candidate.mesh, candidate.transfer)
         ports = {port: self.link_share * rate for port, rate in given.links.bytes_per_s.items()}
         return replace(given, links=FairLinks(ports))
@@ -265,7 +265,7 @@ class ProfiledCandidateBuilder:
 
     @property
     def chunk_tokens(self) -> int:
-        """Of its prefill workers."""
+        """Returns the chunk tokens of its prefill workers."""
         return max(pool.config.prefill_buckets[-1] for pool in self.profile.pools)
 
     @property

@@ -1,7 +1,7 @@
-"""Workloads: who asks for how much, and when. Files others published, and arrivals drawn from a seed.
+"""Request traces: files that others published, and arrivals drawn from a seed.
 
-`Trace` is the one shape of them all; `files` reads the public formats; `arrivals` makes times for lengths that have
-none, and scales, cuts and splits traces. Everything is deterministic: equal inputs and seeds, equal traces.
+`Trace` is the common form; `files` reads the public formats; `trace` also draws arrival times for traces without
+them, and scales, cuts and splits traces. Everything is deterministic: equal inputs and seeds give equal traces.
 """
 
 from jdisagg.sim.traces.files import read_azure, read_lengths, read_mooncake, read_servegen_clients, read_servegen_rates

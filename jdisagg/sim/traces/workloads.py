@@ -1,6 +1,6 @@
-"""Workloads by their text: a file of one of the public formats, or a mix of lengths; cut, thinned and given arrivals.
+"""Reads a workload from its text form: a file of a public format or a mix of lengths; cuts it and draws arrivals.
 
-Lengths and mixes have no arrivals of their own: they are drawn, at one rate or as ServeGen's rates go up and down.
+Lengths and mixes have no arrivals of their own. They are drawn at one rate, or at ServeGen's varying rates.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jdisagg.sim.traces.trace import Trace, poisson, spread_ticks, varying_rate
 READERS = {"azure": read_azure, "mooncake": lambda path: spread_ticks(read_mooncake(path)), "lengths": read_lengths}
 KINDS = f"KIND:FILE, KIND one of {', '.join(READERS)}, or mix:INPUT+OUTPUT@SHARE,..."
 _PART = re.compile(r"(\d+)\+(\d+)(?:@([0-9.]+))?")
-MIX_ROWS = 1000  # shares are kept to a thousandth
+MIX_ROWS = 1000  # rows of a mix, so shares are exact to a thousandth
 
 
 def read_workload(text: str) -> Trace:
-    """KIND:FILE, or mix:INPUT+OUTPUT@SHARE,... Raises ConfigError with what was given."""
+    """Reads KIND:FILE or mix:INPUT+OUTPUT@SHARE,... Raises ConfigError with the text."""
     kind, _, rest = text.partition(":")
     if kind == "mix" and rest:
         return _mix(rest)
@@ -30,7 +30,7 @@ def read_workload(text: str) -> Trace:
 
 
 def _mix(text: str) -> Trace:
-    """Rows of each part in proportion to its share; shares are relative, and 1 where none is given."""
+    """Returns rows of each component in proportion to its share; shares are relative, 1 by default."""
     parts = [_part(each, text) for each in text.split(",")]
     sum_of_shares = sum(share for _, _, share in parts)
     if not sum_of_shares > 0:
@@ -51,7 +51,7 @@ def _part(text: str, whole: str) -> tuple[int, int, float]:
 
 
 def cut(trace: Trace, window: str, part: str, seed: int = 0) -> Trace:
-    """Requests of `window`, as 600:1200 (seconds, "": all), and of them the `part`, as 1/4 ("": all), drawn alike."""
+    """Returns requests of `window`, as 600:1200 (seconds, "": all), and of them a random `part`, as 1/4 ("": all)."""
     if window:
         start_s, stop_s = span_of(window)
         trace = trace.window(start_s, stop_s)
@@ -64,7 +64,7 @@ def cut(trace: Trace, window: str, part: str, seed: int = 0) -> Trace:
 
 
 def by_rates(lengths: Trace, text: str, window: str, rate_rps: float, seed: int = 0) -> Trace:
-    """Arrivals that follow the rates of FILE@MODEL, of `window`, brought to a mean of rate_rps (0: as they are)."""
+    """Draws arrivals at the rates of FILE@MODEL within `window`, scaled to a mean of rate_rps (0: unscaled)."""
     path, _, model = text.rpartition("@")
     if not path:
         raise ConfigError(f"--servegen={text!r}: write FILE@MODEL, as rates.csv@language_m-small")
@@ -79,12 +79,12 @@ def by_rates(lengths: Trace, text: str, window: str, rate_rps: float, seed: int 
 
 
 def drawn(lengths: Trace, rate_rps: float, requests: int, seed: int = 0) -> Trace:
-    """`requests` of them (0: as many as there are), Poisson."""
+    """Draws `requests` requests (0: as many as the trace has) with Poisson arrivals."""
     return poisson(lengths.sample(requests or len(lengths), seed), rate_rps, seed)
 
 
 def span_of(window: str) -> tuple[float, float]:
-    """Seconds of START:STOP. Raises ConfigError."""
+    """Returns the seconds of START:STOP. Raises ConfigError."""
     start_s, stop_s = _numbers(window, ":", "--window", "START:STOP in seconds, as 600:1200")
     if not 0 <= start_s < stop_s:
         raise ConfigError(f"--window={window!r}: {start_s:g} s must lie before {stop_s:g} s, and not before 0")

@@ -208,7 +208,7 @@ def is_granted(side: Side, ticket: dict[str, Any]) -> bool:
     """Whether the source has heard of the pull, and is at work on it."""
     endpoint = side.transports[ticket["transport"]]
     assert isinstance(endpoint, Endpoint)
-    return endpoint._offers._offers[ticket["id"]].pulled
+    return endpoint._offers._offers[ticket["id"]].is_pulled
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -51,7 +51,7 @@ def test_only_placements_that_fit_the_domains_there_are_are_tried():
     """Eight prefill workers of two devices and eight decode workers of one: four domains hold them, three do not."""
     three, four = (Space(devices, (1, 2), (1,), (512,), domain_devices=8) for devices in (24, 32))
     pools = MeshSpec.parse("prefill:8xtp2,decode:8xtp1")
-    assert not three._pairs(pools) and four._pairs(pools)
+    assert not three._has_paired_form(pools) and four._has_paired_form(pools)
     among = [each for each in Space(8, (4,), (1, 2), (512,), domain_devices=8) if each.domain_devices]
     assert [str(each.mesh) for each in among] == ["prefill:tp4,decode:tp4"]
     assert "pairs within 8 devices" in str(among[0])

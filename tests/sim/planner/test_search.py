@@ -34,7 +34,9 @@ def loose():
 
 def test_steps_that_must_be_short_are_worth_pools_of_their_own(tight):
     asked, _, recommendation = tight
-    assert recommendation.disaggregate and str(recommendation.winner.candidate.mesh) == "prefill:2xtp1,decode:tp1"
+    assert (
+        recommendation.should_disaggregate and str(recommendation.winner.candidate.mesh) == "prefill:2xtp1,decode:tp1"
+    )
     assert recommendation.lines[0].startswith("disaggregate: ") and "decode bandwidth binds" in recommendation.lines[0]
     assert recommendation.runner_up and recommendation.runner_up.goodput < recommendation.winner.goodput
     assert total(asked, recommendation.winner) == pytest.approx(3 * recommendation.winner.goodput)
@@ -42,7 +44,7 @@ def test_steps_that_must_be_short_are_worth_pools_of_their_own(tight):
 
 def test_a_thin_link_and_patient_clients_are_not(loose):
     _, found, recommendation = loose
-    assert not recommendation.disaggregate and recommendation.winner.candidate.kind is Kind.REPLICATED
+    assert not recommendation.should_disaggregate and recommendation.winner.candidate.kind is Kind.REPLICATED
     assert recommendation.lines[0].startswith("do not disaggregate: ") and "the link binds" in recommendation.lines[0]
     split = found.of(Kind.DISAGGREGATED)
     assert split and binding(split) == "link"
@@ -75,8 +77,8 @@ def test_other_objectives_can_have_another_winner(tight):
     others["impossible"] = problem(devices=3, objectives=Objectives(1.0, 1e-3))
     rows, _ = vary(found, recommendation.winner, SMALL, others, search(asked))
     loose, same, impossible = rows
-    assert loose.changed and loose.winner and loose.winner.kind is Kind.REPLICATED and loose.best > loose.goodput
-    assert not same.changed and same.goodput > 0
+    assert loose.is_changed and loose.winner and loose.winner.kind is Kind.REPLICATED and loose.best > loose.goodput
+    assert not same.is_changed and same.goodput > 0
     assert impossible.winner is None and impossible.goodput == 0
 
 
@@ -84,7 +86,7 @@ def test_one_device_is_nothing_to_split():
     asked = problem(devices=1, lines=Lines(step_s=1e-3))
     trying = search(asked, 1)
     recommendation = recommend(asked, trying.over(Space(1, (1,), (1,), (512,))), trying.tolerance)
-    assert not recommendation.disaggregate and "1 device" in recommendation.lines[0]
+    assert not recommendation.should_disaggregate and "1 device" in recommendation.lines[0]
 
 
 def test_objectives_nothing_can_keep_are_told_with_the_reasons():

@@ -1,1 +1,1 @@
-"""Backends of the pool that all workers share, behind `Store` by names; each is there where its package is."""
+"""Backends of the shared pool: a `PageStore` by page names; each needs its own package."""

@@ -1,8 +1,8 @@
-"""A pool in a Mooncake store: pages as objects in the memory of its nodes, named by its master.
+"""A shared pool in a Mooncake store: pages are objects in the memory of its nodes, found through its master.
 
-Mooncake's client lives in a process of its own, for it may hold up whoever calls it: it waits for a master that does
-not answer for up to 90 s, with all threads of its process. Frames lie in memory that both processes see, words go by a
-pipe; a client that has not answered in `timeout_s` is ended, and the next batch has a new one.
+Mooncake's client runs in a process of its own because it can block its caller: it waits up to 90 s, with all threads
+of its process, for a master that does not answer. Frames are in memory shared with that process, and requests go
+through a pipe. A client that has not answered within `timeout_s` is killed, and the next batch starts a new one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jdisagg.kv.tiers.stores import Good, PoolFailed
 if find_spec("mooncake") is None:
     raise ModuleNotFoundError("No module named 'mooncake'", name="mooncake")
 
-BATCH_BYTES = 32 << 20  # of frames at once in the memory that both processes see
-START_S = 20.0  # a client is given for its start
-PAUSE_S, PAUSES = 0.05, 4  # between tries to put what there was no room for: it is made when somebody asks
+BATCH_BYTES = 32 << 20  # of frames per batch in the shared memory
+START_S = 20.0  # time limit for the start of a client
+PAUSE_S, PAUSES = 0.05, 4  # between tries to put pages that had no room; the store evicts only on request
 ABSENT = {-703: "is being written", -704: "is not there", -707: "was given up while it was read"}
 FULL = {-200: "no room"}
 BROKEN = {-600: "is longer than a page"}
@@ -38,20 +38,20 @@ OPTIONS = {"protocol": "tcp", "device_name": "", "local_hostname": ""}
 
 
 class MooncakePool:
-    """Implements `Store` by names. One batch at a time: a second one waits for its turn, within its own time."""
+    """Implements `PageStore` by names. One batch runs at a time; a second one waits within its own timeout."""
 
     def __init__(
         self, master: str, fingerprint: str, *, timeout_s: float, enter: Sequence[str] = (), **how: str
     ) -> None:
-        """Its client starts at once, and what is asked before it is there fails. enter: a command that starts it
-        somewhere, as in a network of its own; how: `OPTIONS`."""
+        """Starts the client; requests fail until it is ready. `enter` is a command prefix that starts the client
+        elsewhere, as in another network namespace. `how` takes `OPTIONS`."""
         self._fingerprint, self._timeout_s, self._enter = fingerprint, timeout_s, tuple(enter)
         self._how = {**OPTIONS, **how, "master": master}
-        self._turn = threading.Lock()
+        self._batch_lock = threading.Lock()
         self._client: _Client | None = _Client(self._how, BATCH_BYTES, self._enter)
 
     def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """One that is there already stays as it is."""
+        """Puts the pages; one that is already there is left unchanged."""
         keys = [key_of(self._fingerprint, name) for name in names]
         codes = self._write(keys, records)
         for _ in range(PAUSES):
@@ -60,38 +60,38 @@ class MooncakePool:
                 time.sleep(PAUSE_S)
                 for at, code in zip(full, self._write([keys[at] for at in full], records[full]), strict=True):
                     codes[at] = code
-        return _taken("put", codes, [code == 0 for code in codes])
+        return _good_pages("put", codes, [code == 0 for code in codes])
 
     def _write(self, keys: Sequence[str], records: np.ndarray) -> list[int]:
         def frames(client: _Client, batch: Sequence[int]) -> None:
-            for place, at in enumerate(batch):
-                frame_into(keys[at], records[at], client.frame(place, records.shape[1]))
+            for index, at in enumerate(batch):
+                frame_into(keys[at], records[at], client.frame(index, records.shape[1]))
 
         return self._each("put", keys, records.shape[1], before=frames)
 
     def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """What is broken is taken away: else whoever puts it would find it there."""
+        """Gets the pages; removes broken ones, since a later put would otherwise find them there."""
         keys, good = [key_of(self._fingerprint, name) for name in names], [False] * len(names)
         size, broken = records.shape[1], list[str]()
 
         def read(client: _Client, batch: Sequence[int], codes: Sequence[int]) -> None:
-            for place, (at, code) in enumerate(zip(batch, codes, strict=True)):
+            for index, (at, code) in enumerate(zip(batch, codes, strict=True)):
                 if code > 0:
-                    good[at] = unframe(keys[at], client.frame(place, size)[:code].data, records[at])
+                    good[at] = unframe(keys[at], client.frame(index, size)[:code].data, records[at])
                 if (code > 0 and not good[at]) or code in BROKEN:
                     broken.append(keys[at])
 
         codes = self._each("get", keys, size, after=read)
         if broken:
             self._each("remove", broken, 0)
-        return _taken("get", codes, good)
+        return _good_pages("get", codes, good)
 
     def _each(
         self, what: str, keys: Sequence[str], record_bytes: int, before: Any = None, after: Any = None
     ) -> list[int]:
-        """The client's code for each key. Raises PoolFailed where it does not answer in time."""
+        """Returns the client's code for each key. Raises PoolError if it does not answer in time."""
         until_s, codes = time.monotonic() + self._timeout_s, list[int]()
-        if not self._turn.acquire(timeout=self._timeout_s):
+        if not self._batch_lock.acquire(timeout=self._timeout_s):
             raise PoolFailed(f"the pool: no turn for {what} within {self._timeout_s:g} s")
         try:
             client = self._started(until_s, HEAD.size + record_bytes)
@@ -110,15 +110,15 @@ class MooncakePool:
             self._end()
             raise PoolFailed(f"the pool: {what}: {type(error).__name__}: {str(error)[:200]}") from error
         finally:
-            self._turn.release()
+            self._batch_lock.release()
 
     def _started(self, until_s: float, frame_bytes: int) -> _Client:
-        """The client. One that is still starting goes on with that, and is asked again with the next batch."""
+        """Returns the client. One that is still starting continues to start and is checked again at the next batch."""
         if self._client is not None and self._client.staging_bytes < frame_bytes:
             self._end()
         if self._client is None:
             self._client = _Client(self._how, max(BATCH_BYTES, frame_bytes), self._enter)
-        if not self._client.starts(until_s):
+        if not self._client.is_started(until_s):
             raise PoolFailed(f"the pool: no client of {self._how['master']} yet")
         return self._client
 
@@ -131,8 +131,8 @@ class MooncakePool:
         self._end()
 
 
-def _taken(what: str, codes: Sequence[int], good: list[bool]) -> Good:
-    """Raises PoolFailed where nothing came of a batch, and not because pages are absent or the pool is full."""
+def _good_pages(what: str, codes: Sequence[int], good: list[bool]) -> Good:
+    """Returns which pages succeeded. Raises PoolError if none did for another reason than absence or a full pool."""
     strange = sorted({code for code in codes if code < 0} - {*ABSENT, *FULL, *BROKEN})
     if strange and not any(good):
         raise PoolFailed(f"the pool: {what}: Mooncake says {', '.join(map(str, strange))}")
@@ -140,7 +140,7 @@ def _taken(what: str, codes: Sequence[int], good: list[bool]) -> Good:
 
 
 class _Client:
-    """The process, the pipe to it, and the memory of the frames."""
+    """The client process, the pipe to it and the memory of the frames."""
 
     def __init__(self, how: dict[str, str], staging_bytes: int, enter: Sequence[str]) -> None:
         self.staging_bytes = staging_bytes
@@ -163,8 +163,8 @@ class _Client:
         self._pipe.send(("setup", [], 0))
         self._starting, self._began_s = True, time.monotonic()
 
-    def starts(self, until_s: float) -> bool:
-        """Whether it has, by then. Raises OSError where it does not, or took too long."""
+    def is_started(self, until_s: float) -> bool:
+        """Returns whether the client has started by `until_s`. Raises OSError if it cannot, or took too long."""
         if self._starting and not self._pipe.poll(max(0.0, until_s - time.monotonic())):
             if time.monotonic() - self._began_s > START_S:
                 raise TimeoutError(f"it did not start within {START_S:g} s")
@@ -174,16 +174,16 @@ class _Client:
             self._starting = False
         return True
 
-    def frame(self, place: int, record_bytes: int) -> np.ndarray:
-        """u8[bytes of a frame]."""
+    def frame(self, index: int, record_bytes: int) -> np.ndarray:
+        """Returns the memory u8[bytes of a frame] of frame number `index`."""
         size = HEAD.size + record_bytes
-        return self._memory[place * size : (place + 1) * size]
+        return self._memory[index * size : (index + 1) * size]
 
-    def ask(self, word: tuple[str, list[str], int], until_s: float) -> list[int]:
-        """Raises OSError: TimeoutError, or what became of the client."""
-        self._pipe.send(word)
+    def ask(self, request: tuple[str, list[str], int], until_s: float) -> list[int]:
+        """Sends a request and returns the codes. Raises TimeoutError, or another OSError if the client has ended."""
+        self._pipe.send(request)
         if not self._pipe.poll(max(0.0, until_s - time.monotonic())):
-            raise TimeoutError(f"no answer to {word[0]} in time")
+            raise TimeoutError(f"no answer to {request[0]} in time")
         return self._answer()
 
     def _answer(self) -> list[int]:
@@ -193,15 +193,15 @@ class _Client:
         return answer
 
     def end(self) -> None:
-        """At once: it holds nothing that is not in the pool."""
+        """Kills the client at once; it holds nothing that is not in the pool."""
         self._process.kill()
         self._process.wait()
         self._pipe.close()
 
 
 def open_pool(url: str, fingerprint: str, *, ttl_s: float, timeout_s: float) -> MooncakePool:
-    """mooncake://HOST:PORT, of the master, and `OPTIONS` as ?protocol=rdma&device_name=mlx5_0. How long pages live is
-    the master's."""
+    """Opens mooncake://HOST:PORT of a master; `OPTIONS` follow as ?protocol=rdma&device_name=mlx5_0. The master decides
+    how long pages are kept, so `ttl_s` is unused."""
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if not parts.hostname or not parts.port or not options.keys() <= OPTIONS.keys():

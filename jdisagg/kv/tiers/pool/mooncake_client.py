@@ -1,4 +1,4 @@
-"""The process that holds a pool's Mooncake client: it does what the pipe says with the frames in shared memory."""
+"""The process of a pool's Mooncake client: runs the requests of the pipe on the frames in shared memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-LOCAL_BYTES = 16 << 20  # that the client keeps for itself
-KNOCK_S = 2.0
+LOCAL_BYTES = 16 << 20  # memory of the client itself
+CONNECT_S = 2.0
 
 
 def serve(pipe_fd: int, memory_fd: int, staging_bytes: int, how: Mapping[str, str]) -> None:
-    """Until the other end of the pipe closes."""
+    """Serves requests until the other end of the pipe closes."""
     pipe = Connection(pipe_fd)
     memory = np.frombuffer(mmap.mmap(memory_fd, staging_bytes), np.uint8)
     store: Any = import_module("mooncake.store").MooncakeDistributedStore()
@@ -25,21 +25,22 @@ def serve(pipe_fd: int, memory_fd: int, staging_bytes: int, how: Mapping[str, st
             what, keys, frame_bytes = pipe.recv()
         except EOFError:
             return
-        pipe.send(_setup(store, memory, how) if what == "setup" else _done(store, memory, what, keys, frame_bytes))
+        pipe.send(_setup(store, memory, how) if what == "setup" else _run(store, memory, what, keys, frame_bytes))
 
 
 def _setup(store: Any, memory: np.ndarray, how: Mapping[str, str]) -> list[int] | str:
-    """No codes, or why not."""
+    """Starts the client. Returns no codes, or a text that says why it cannot start."""
     host, _, port = how["master"].rpartition(":")
     try:
-        socket.create_connection((host, int(port)), KNOCK_S).close()  # else it would look for the master for 90 s
+        # otherwise it would try to reach the master for 90 s
+        socket.create_connection((host, int(port)), CONNECT_S).close()
     except OSError as error:
         return f"no master at {how['master']}: {error}"
     code = store.setup(
         {
-            "local_hostname": how["local_hostname"] or _way_to(how["master"]),
+            "local_hostname": how["local_hostname"] or _local_address(how["master"]),
             "metadata_server": "P2PHANDSHAKE",
-            "global_segment_size": 0,  # the pool's memory is its nodes'
+            "global_segment_size": 0,  # the memory of the pool is that of its nodes
             "local_buffer_size": LOCAL_BYTES,
             "protocol": how["protocol"],
             "rdma_devices": how["device_name"],
@@ -50,20 +51,20 @@ def _setup(store: Any, memory: np.ndarray, how: Mapping[str, str]) -> list[int] 
     return f"Mooncake's client does not start: {code}" if code else []
 
 
-def _done(store: Any, memory: np.ndarray, what: str, keys: list[str], frame_bytes: int) -> list[int]:
-    places = [memory.ctypes.data + at * frame_bytes for at in range(len(keys))]
+def _run(store: Any, memory: np.ndarray, what: str, keys: list[str], frame_bytes: int) -> list[int]:
+    addresses = [memory.ctypes.data + at * frame_bytes for at in range(len(keys))]
     sizes = [frame_bytes] * len(keys)
     match what:
         case "put":
-            return list(store.batch_put_from(keys, places, sizes))
+            return list(store.batch_put_from(keys, addresses, sizes))
         case "get":
-            return list(store.batch_get_into(keys, places, sizes))
+            return list(store.batch_get_into(keys, addresses, sizes))
         case _:
-            return list(store.batch_remove(keys, True))  # whoever has just read it holds it no longer
+            return list(store.batch_remove(keys, True))  # forced, since its last reader may still hold a lease on it
 
 
-def _way_to(master: str) -> str:
-    """This machine's address on the way to the master, by which others reach it."""
+def _local_address(master: str) -> str:
+    """Returns this host's address in the network of the master."""
     host, _, port = master.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, int(port)))

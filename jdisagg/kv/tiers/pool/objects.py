@@ -1,6 +1,7 @@
-"""A pool in an object store, or a folder: a page an object, which is there whole or not at all.
+"""A shared pool in an object store or a folder: one object per page, which is written whole or not at all.
 
-Nothing here removes objects: a bucket's rules of life do, and of a folder whoever made it.
+This module deletes only broken objects: expiry is the task of the bucket's lifecycle rules, or of the folder's
+owner.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ THREADS = 8
 
 
 class ObjectPool:
-    """Implements `Store` by names."""
+    """Implements `PageStore` by names in an object store."""
 
     def __init__(self, store: Any, fingerprint: str) -> None:
         self._store, self._fingerprint = store, fingerprint
@@ -41,11 +42,11 @@ class ObjectPool:
 
     def _put(self, name: bytes, record: np.ndarray) -> bool:
         key = key_of(self._fingerprint, name)
-        if not self._there(key, len(record)):
+        if not self._is_stored(key, len(record)):
             obstore.put(self._store, key, framed(key, record), use_multipart=False)
         return True
 
-    def _there(self, key: str, record_bytes: int) -> bool:
+    def _is_stored(self, key: str, record_bytes: int) -> bool:
         try:
             return obstore.head(self._store, key)["size"] >= record_bytes
         except FileNotFoundError:
@@ -54,12 +55,12 @@ class ObjectPool:
     def _get(self, name: bytes, record: np.ndarray) -> bool:
         key = key_of(self._fingerprint, name)
         try:
-            found = obstore.get(self._store, key).bytes()
+            content = obstore.get(self._store, key).bytes()
         except FileNotFoundError:
             return False
-        good = unframe(key, memoryview(found), record)
+        good = unframe(key, memoryview(content), record)
         if not good:
-            obstore.delete(self._store, key)  # else whoever puts it would find it there
+            obstore.delete(self._store, key)  # otherwise a later put would find it there
         return good
 
     def close(self) -> None:
@@ -67,11 +68,12 @@ class ObjectPool:
 
 
 def open_pool(url: str, fingerprint: str, *, ttl_s: float, timeout_s: float) -> ObjectPool:
-    """Credentials are the environment's, as of every program of that cloud."""
-    how: dict[str, Any] = {}
+    """Opens the object store or folder of `url`. Credentials come from the environment, as for other clients of that
+    cloud."""
+    options: dict[str, Any] = {}
     if url.startswith("file:"):
-        how["mkdir"] = True
+        options["mkdir"] = True
     else:
-        how["client_options"] = {"timeout": f"{timeout_s:g}s", "connect_timeout": f"{timeout_s:g}s"}
-        how["retry_config"] = {"max_retries": 0}
-    return ObjectPool(from_url(url, **how), fingerprint)
+        options["client_options"] = {"timeout": f"{timeout_s:g}s", "connect_timeout": f"{timeout_s:g}s"}
+        options["retry_config"] = {"max_retries": 0}
+    return ObjectPool(from_url(url, **options), fingerprint)

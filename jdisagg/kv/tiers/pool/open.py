@@ -1,4 +1,4 @@
-"""The pool that a URL names."""
+"""Opens the shared pool that a URL names, and frames its records."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BACKENDS = {
     "file": "objects",
     "mooncake": "mooncake",
 }
-EXTRAS = {"mooncake": "mooncake"}  # that bring a backend's package
-TTL_S = 24 * 3600.0  # that nobody asked for a page
-TIMEOUT_S = 2.0  # for one batch: longer than that it is rarely worth waiting for
+EXTRAS = {"mooncake": "mooncake"}  # scheme -> extra that installs the backend's package
+TTL_S = 24 * 3600.0  # time to live of a page after its last use
+TIMEOUT_S = 2.0  # per batch; a longer wait rarely pays
 
 
 def open_pool(url: str, fingerprint: str, *, ttl_s: float = TTL_S, timeout_s: float = TIMEOUT_S) -> Store:
-    """Raises ConfigError where there is no such backend, or its package is missing."""
+    """Opens the pool of `url`. Raises ConfigError if there is no such backend or its package is missing."""
     scheme = url.partition("://")[0]
     backend = BACKENDS.get(scheme)
     if backend is None or "://" not in url:
@@ -45,31 +45,30 @@ def open_pool(url: str, fingerprint: str, *, ttl_s: float = TTL_S, timeout_s: fl
         raise ConfigError(f"--pool={url}: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-# A record as it lies in a pool: whoever reads half of one, or of something else, finds it out.
+# A record as a shared pool stores it, so that a truncated or foreign record is noticed:
 #
 #     magic, version | bytes of the record | digest | record
 #
-# A pool takes a frame whole or not at all (a SET, a PUT of an object), so that nobody reads one that is being
-# written; the digest is for what no protocol promises: memory that lied, a disk that tore a file, a server that
-# is none.
+# A pool stores a frame whole or not at all (a SET, a PUT of an object), so a partly written one is never read. The
+# digest is for faults outside the protocol: corrupted memory, a torn file, a server that speaks another protocol.
 
 HEAD = struct.Struct(f"<8sQ{DIGEST_BYTES}s")
 MAGIC = b"jdiskv1\n"
 
 
 def framed(key: str, record: np.ndarray) -> bytes:
-    """Of u8[n]."""
+    """Returns the frame of a record u8[n]."""
     return b"".join((HEAD.pack(MAGIC, len(record), _digest(key, record)), record.data))
 
 
-def frame_into(key: str, record: np.ndarray, place: np.ndarray) -> None:
-    """Fills u8[HEAD.size + n], of u8[n]."""
-    HEAD.pack_into(place.data, 0, MAGIC, len(record), _digest(key, record))
-    place[HEAD.size :] = record
+def frame_into(key: str, record: np.ndarray, frame: np.ndarray) -> None:
+    """Writes the frame of a record u8[n] into u8[HEAD.size + n]."""
+    HEAD.pack_into(frame.data, 0, MAGIC, len(record), _digest(key, record))
+    frame[HEAD.size :] = record
 
 
 def unframe(key: str, frame: bytes | memoryview, record: np.ndarray) -> bool:
-    """Fills u8[n]; False where the frame is not that of this key's record, whole."""
+    """Fills u8[n] from a frame; False unless the frame is that of this key's record, complete and intact."""
     if len(frame) != HEAD.size + len(record):
         return False
     magic, size, digest = HEAD.unpack_from(frame)
@@ -80,10 +79,10 @@ def unframe(key: str, frame: bytes | memoryview, record: np.ndarray) -> bool:
 
 
 def _digest(key: str, record: np.ndarray) -> bytes:
-    """Of the key as well: a record that was put under another is another's."""
+    """Returns the digest of the record and its key, so that a record under another key is refused."""
     return hashlib.blake2b(key.encode() + digest_of(record), digest_size=DIGEST_BYTES).digest()
 
 
 def key_of(fingerprint: str, name: bytes) -> str:
-    """Records that mean something else have other keys, though their tokens be the same."""
+    """Returns the key of a page; records of another fingerprint have other keys even for the same tokens."""
     return f"jdisagg/{fingerprint}/{name.hex()}"

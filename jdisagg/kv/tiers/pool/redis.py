@@ -1,7 +1,7 @@
-"""A pool in Redis or Valkey: pages as values with a time to live, batches as pipelines.
+"""A shared pool in Redis or Valkey: pages are values with a time to live, batches are pipelines.
 
-The server says how much it holds (`maxmemory`, `allkeys-lru`). It is given no longer than `timeout_s` for a batch: one
-that is slow costs that much and no more, and its caller leaves it alone for a while.
+The server limits its memory (`maxmemory`, `allkeys-lru`). It has `timeout_s` for a batch: a slow batch costs that
+much and no more, and its caller then does not use the pool for a while.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from redis.retry import Retry
 from jdisagg.kv.tiers.pool.open import framed, key_of, unframe
 from jdisagg.kv.tiers.stores import Good, PoolFailed
 
-BATCH_BYTES = 8 << 20  # of one pipeline, that its replies never fill the memory of both ends
+BATCH_BYTES = 8 << 20  # per pipeline, so that its replies never fill the memory of both ends
 
 
 class RedisPool:
-    """Implements `Store` by names."""
+    """Implements `PageStore` by names in Redis."""
 
     def __init__(self, url: str, fingerprint: str, *, ttl_s: float, timeout_s: float) -> None:
-        """Connects when it is first asked: a pool that is not there yet may come."""
+        """Sets the client up; it connects at its first request, so the pool may start later."""
         self._fingerprint, self._ttl_s = fingerprint, max(1, round(ttl_s))
-        once_more = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))  # the server was started again
+        retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))  # for a server that was restarted
         self._client: Any = redis.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False, retry=once_more
+            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False, retry=retry
         )
 
     def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """Those that are there already live longer, and are not sent again."""
+        """Puts the pages; renews the time to live of those already there instead of sending them again."""
         keys = [key_of(self._fingerprint, name) for name in names]
-        there = self._ask([("EXPIRE", key, self._ttl_s) for key in keys])
-        good = [reply == 1 for reply in there]
-        lacking = [at for at, reply in enumerate(good) if not reply]
-        for batch in batches(lacking, records.shape[1]):
+        renewed = self._ask([("EXPIRE", key, self._ttl_s) for key in keys])
+        good = [reply == 1 for reply in renewed]
+        missing = [at for at, reply in enumerate(good) if not reply]
+        for batch in batches(missing, records.shape[1]):
             replies = self._ask([("SET", keys[at], framed(keys[at], records[at]), "EX", self._ttl_s) for at in batch])
             for at, reply in zip(batch, replies, strict=True):
                 good[at] = reply in (True, b"OK")
         return tuple(good)
 
     def get(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
-        """What is broken is taken away: else whoever puts it would find it there."""
+        """Gets the pages; removes broken ones, since a later put would otherwise find them there."""
         keys = [key_of(self._fingerprint, name) for name in names]
         good, broken = [False] * len(names), list[str]()
         for batch in batches(range(len(names)), records.shape[1]):
@@ -57,7 +57,7 @@ class RedisPool:
         return tuple(good)
 
     def _ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Replies in order; one that the server refuses (it is full) is its error. Raises PoolFailed."""
+        """Returns the replies in order; a command that the server refuses (full) gives its error. Raises PoolError."""
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -71,7 +71,7 @@ class RedisPool:
 
 
 def batches(items: Sequence[int], record_bytes: int) -> list[Sequence[int]]:
-    """Of so many bytes at most, or one."""
+    """Splits the items into batches of at most `BATCH_BYTES` or one item each."""
     size = max(1, BATCH_BYTES // record_bytes)
     return [items[start : start + size] for start in range(0, len(items), size)]
 
