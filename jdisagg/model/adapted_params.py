@@ -38,7 +38,6 @@ class FactorLeaf:
 
     @property
     def slot_axis(self) -> int:
-        """Index of the array's slot dimension."""
         return self.factor.slot_axis + self.ring
 
     def spec(self, *, new: bool = False) -> PartitionSpec:

@@ -1,8 +1,10 @@
-"""Measures the accuracy loss of lower-precision matrices or KV pages on a sample text, layer by layer. The exact f32
-stream and the rounded stream pass through one layer at a time, so memory holds one layer whatever the model's size. A
-matrix stays at full precision if rounding it alone changes what its layer adds to the residual stream by more than
-`WORST_ERROR`. The loss is the KL divergence of the next-token distribution from the full model's, and the share of
-positions with the same greedy token."""
+"""Measures the accuracy loss of lower-precision matrices or KV pages on a sample text, layer by layer.
+
+The exact f32 stream and the rounded stream pass through one layer at a time, so memory holds one layer whatever the
+model's size. A matrix stays at full precision if rounding it alone changes what its layer adds to the residual stream
+by more than `WORST_ERROR`. The loss is the KL divergence of the next-token distribution from the full model's, and the
+share of positions with the same greedy token.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ class Loss:
     """Loss of one weight format against the full model, on one text."""
 
     weights: WeightFormat
-    kl: float  # nats a token
+    kl: float  # nats per token
     agreement: float  # share of positions with the same greedy next token
     errors: dict[str, float]  # by matrix: relative change of its layer's output when rounded alone
 

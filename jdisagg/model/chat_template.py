@@ -94,7 +94,6 @@ class ChatTemplates:
         return "default" in self._templates
 
     def speaks_of(self, text: str) -> bool:
-        """Returns True if a template contains the text."""
         return any(text in each for each in self._texts)
 
     def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
@@ -152,7 +151,6 @@ class SpecialText:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Regular expression that matches any special token."""
         return re.compile(self._any)
 
     def marked(self, value: Any, mark: str) -> Any:

@@ -1,5 +1,7 @@
-"""Opens a model's configuration, generation defaults and weights, whichever format they are stored in. A model is a
-Hugging Face folder, an Orbax folder or a GGUF file. With `--load_format=random` no weights are read."""
+"""Opens a model's configuration, generation defaults and weights, whichever format they are stored in.
+
+A model is a Hugging Face folder, an Orbax folder or a GGUF file. With `--load_format=random` no weights are read.
+"""
 
 from __future__ import annotations
 
@@ -127,9 +129,11 @@ def open_source(place: str | Path, load_format: str, config: ModelConfig, seed: 
 
 
 def stored_weights(place: str | Path, load_format: str, config: ModelConfig) -> WeightFormat | None:
-    """Returns the weight format of a checkpoint whose quantised matrices can be multiplied as stored. Such a checkpoint
-    also quantises activations. Returns None if no matrix can be used as stored. A folder without weights is assumed to
-    store all matrices but the head so. Raises `CheckpointError`."""
+    """Returns the weight format of a checkpoint whose quantised matrices can be multiplied as stored.
+
+    Such a checkpoint also quantises activations. Returns None if no matrix can be used as stored. A folder without
+    weights is assumed to store all matrices but the head so. Raises `CheckpointError`.
+    """
     if load_format != "hf" or is_gguf(place) or not (Path(place) / "config.json").exists():
         return None
     found = read_quantization(Path(place))
@@ -150,8 +154,10 @@ def stored_weights(place: str | Path, load_format: str, config: ModelConfig) -> 
 
 def storage_line(place: str | Path, dtype: str, weights: WeightFormat = AS_MADE) -> str | None:
     """Returns a line about the size of quantised weights in files and in memory; None if the weights are plain.
+
     `weights` is the requested format of the matrices, which may be the stored one. `dtype` is the dtype after
-    dequantisation."""
+    dequantisation.
+    """
     source = stored_source(place)
     if not isinstance(source, QuantizedSource | GGUFSource):
         return None

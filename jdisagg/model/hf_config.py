@@ -1,7 +1,9 @@
-"""Reads `config.json` and `generation_config.json` of a Hugging Face folder; no tensor is read here. Both layouts are
-read: the old one (`rope_theta` and `rope_scaling` at the top level) and that of transformers 5 (`rope_parameters`).
-Absent fields have transformers' defaults. A feature that this project cannot compute exactly is refused by name, never
-approximated."""
+"""Reads `config.json` and `generation_config.json` of a Hugging Face folder; no tensor is read here.
+
+Both layouts are read: the old one (`rope_theta` and `rope_scaling` at the top level) and that of transformers 5
+(`rope_parameters`). Absent fields have transformers' defaults. A feature that this project cannot compute exactly is
+refused by name, never approximated.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,7 +66,6 @@ def parse_config(raw: Json, place: str = "config.json") -> ModelConfig:
 
 
 def _plain(read: Fields) -> dict[str, Any]:
-    """Returns the fields that all families share."""
     heads, hidden = read.needed("num_attention_heads", MOST_HEADS), read.needed("hidden_size", MOST_CHANNELS)
     kv_heads, head_dim = _attention(read, heads, hidden)
     epsilon = read.number("rms_norm_eps", 0.0, 1.0)

@@ -1,6 +1,8 @@
-"""Computes the identity of a model from every byte of its files, and caches file digests for the next start. Blocks of
-all files are hashed in parallel. A cached digest is valid while the file's path, size, inode, mtime and ctime are
-unchanged. If the cache is damaged or cannot be written, the files are read again."""
+"""Computes the identity of a model from every byte of its files, and caches file digests for the next start.
+
+Blocks of all files are hashed in parallel. A cached digest is valid while the file's path, size, inode, mtime and ctime
+are unchanged. If the cache is damaged or cannot be written, the files are read again.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,6 @@ class LatentQueries(NamedTuple):
     up: Array  # [H, N + V, R]: a head's key rows, then its value rows
 
     def of(self, rows: slice) -> LatentQueries:
-        """Returns the queries of a slice of rows."""
         return LatentQueries(self.nope[rows], self.rope[rows], self.up)
 
     @property

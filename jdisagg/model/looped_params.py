@@ -1,6 +1,8 @@
 """Stage parameters for programs that loop over layers: the leaves of one period of layers, stacked by iteration.
+
 `loops_on` decides per platform whether layers are looped. Loading from a checkpoint and resharding are those of
-`params.py` and `reshard.py`; stacking is the last step for each leaf."""
+`params.py` and `reshard.py`; stacking is the last step for each leaf.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,8 @@ from jdisagg.parallel.submesh import Device
 #               unrolled      as a loop
 #   v5p     about 30 + 92      3 + 12     7 -> 2
 #   h100           9 + 7     1.5 + 1.5   12 -> 177: each iteration's matrices are copied out of their stacks
-# On a CPU a loop with page pools as scanned inputs takes 17 times as long, and its small models compile quickly
-# unrolled. Kernels take expert matrices whole, so a loop would copy each iteration's (512 MiB a layer of gpt-oss, tp2,
-# on v6e).
+# On a CPU a loop with page pools as scanned inputs takes 17 times as long, and small models compile quickly unrolled.
+# Kernels take expert matrices whole, so a loop would copy each iteration's (512 MiB per layer of gpt-oss, tp2, on v6e).
 LOOPED = frozenset({("tpu", False)})  # (platform, whether the model has experts)
 # v7x's products need tiles of 16 rows and arguments have tiles of 8 (libtpu 0.0.42): a loop copies its stacks at every
 # step, 1,766 MiB for four layers on four devices. Unrolled, each matrix is read without a copy.

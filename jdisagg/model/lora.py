@@ -1,6 +1,9 @@
 """LoRA adapters: reads PEFT folders (`adapter_config.json`, `adapter_model.safetensors`), and applies adapters per
-batch row. Features that would change an adapter's meaning and are not supported are refused by name: weights that
-depend on the base model's (DoRA, PiSSA), whole modules, biases and repeated layers."""
+batch row.
+
+Features that would change an adapter's meaning and are not supported are refused by name: weights that depend on the
+base model's (DoRA, PiSSA), whole modules, biases and repeated layers.
+"""
 
 from __future__ import annotations
 
@@ -228,7 +231,7 @@ def _pair(
 # so a row's bits do not depend on the adapters of other rows. A row needs `rank` of the `slots * rank` resulting
 # channels. Accelerators zero the others and multiply with all B factors. On a CPU such a product is slow: there each
 # row's channels weight the rows of its own B factor, one sum per output, in a loop that XLA fuses with what follows.
-# Eight rows of 1,280 outputs, eight slots of rank 8: 30 us as a product and 9 beside it; 20 as the fused loop.
+# Eight rows of 1,280 outputs, eight slots of rank 8: 30 us as a product, and 9 alongside it; 20 as the fused loop.
 
 VECTOR, VECTOR_PART = 16, 4  # lanes over which the CPU's products accumulate
 TERMS = 32  # terms of one unrolled sum: with more, compiling takes seconds and the rows leave the cache
@@ -237,8 +240,10 @@ NONE, MISSING = -1, -2  # slot values: no adapter; an adapter that could not be 
 
 
 class LowRank(nnx.Module):
-    """The adapter slots of one matrix, which consists of `parts` checkpoint matrices. a is [parts, slots, rank, in]; b
-    holds one [slots, rank, out] per part. rows i32[rows] is each row's slot, set by the program that runs the module.
+    """The adapter slots of one matrix, which consists of `parts` checkpoint matrices.
+
+    a is [parts, slots, rank, in]; b holds one [slots, rank, out] per part. rows i32[rows] is each row's slot, set by
+    the program that runs the module.
     """
 
     def __init__(self, a: Array, b: Sequence[Array]) -> None:
@@ -298,7 +303,9 @@ def _contract(rows: Array, matrix: Array, dimension: int) -> Array:
 
 def _weight_rows(weights: Array, b: Array, first: Array) -> Array:
     """Returns [rows, out]: each row's weights [rows, rank] times `rank` rows of b [slots, rank, out] from flat row
-    `first`. Each output is one sum in one order. The terms of one loop iteration are unrolled, at most TERMS of them.
+    `first`.
+
+    Each output is one sum in one order. The terms of one loop iteration are unrolled, at most TERMS of them.
     """
     rank, flat, weights = b.shape[1], b.reshape(-1, b.shape[2]), jax.lax.optimization_barrier(weights)
     size = rank if rank <= TERMS else gcd(rank, TERMS)
@@ -373,7 +380,6 @@ class Factor:
         return (len(self.parts), room.slots, room.rank, size) if self.is_a else (room.slots, room.rank, size)
 
     def new_shape(self, tp: int) -> tuple[int, ...]:
-        """Returns the shape of one adapter in one shard's array."""
         shape = self.shape(tp)
         return shape[: self.slot_axis] + shape[self.slot_axis + 1 :]
 
@@ -407,7 +413,6 @@ def factors_of(model: ModelConfig, numbers: Sequence[int], room: AdapterCapacity
 
 
 def attached(stage: Any, factors: Sequence[Factor], leaves: Sequence[Array]) -> Any:
-    """Returns the stage with adapters attached to its matrices."""
     grouped: dict[tuple[int, str], list[Array]] = {}
     for factor, leaf in zip(factors, leaves, strict=True):
         grouped.setdefault((factor.place, factor.path), []).append(leaf)

@@ -1,8 +1,11 @@
-"""The mapping between Hugging Face tensor names and the leaves of a `Stage`. A `Leaf` lists the checkpoint tensors that
-it consists of, in order along its output axis, and how each is cut for a shard. Checkpoint matrices are [out, in]. A
-kernel [in, out] is such a leaf `transposed`; platforms that need [out, in] use it `flipped` again. Fused leaves are
-fused per shard: shard 0's q, k and v heads, then shard 1's, and so on. If shards do not divide heads or channels, some
-shards are padded with zeros (see `core/layout/tensor_cut.py`), which add nothing to any sum."""
+"""The mapping between Hugging Face tensor names and the leaves of a `Stage`.
+
+A `Leaf` lists the checkpoint tensors that it consists of, in order along its output axis, and how each is cut for a
+shard. Checkpoint matrices are [out, in]. A kernel [in, out] is such a leaf `transposed`; platforms that need [out, in]
+use it `flipped` again. Fused leaves are fused per shard: shard 0's q, k and v heads, then shard 1's, and so on. If
+shards do not divide heads or channels, some shards are padded with zeros (see `core/layout/tensor_cut.py`), which add
+nothing to any sum.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -50,9 +53,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The recipe of one leaf: its parts, cut, joined along the first dimension, then transposed. A leaf with `experts`
-    is [experts of the shard, ...]. Its parts are grouped by expert, each expert is built on its own and not cut, and
-    shards beyond the last expert hold zeros. A tensor of all experts is stored as [experts, in, out]."""
+    """The recipe of one leaf: its parts, cut, joined along the first dimension, then transposed.
+
+    A leaf with `experts` is [experts of the shard, ...]. Its parts are grouped by expert, each expert is built on its
+    own and not cut, and shards beyond the last expert hold zeros. A tensor of all experts is stored as [experts, in,
+    out].
+    """
 
     parts: tuple[Part, ...]
     axis: int | None = None  # sharded dimension of the leaf; None: replicated
@@ -67,7 +73,6 @@ class Leaf:
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
-        """Shape of one expert in the leaf."""
         shapes = [part.outputs_first for part in self.parts[: len(self.parts) // self.experts]]
         shape = (sum(each[0] for each in shapes), *shapes[0][1:])
         return shape[::-1] if self.transposed else shape
@@ -98,7 +103,6 @@ class Leaf:
             start += sizes[0] + padding[0]
 
     def experts_of(self, shard: int, tp: int) -> Iterator[tuple[Part, ...]]:
-        """Yields the parts of each expert that the shard holds."""
         parts_per_expert, experts_per_shard = len(self.parts) // self.experts, experts_held(self.experts, tp)
         for expert in range(shard * experts_per_shard, min((shard + 1) * experts_per_shard, self.experts)):
             yield self.parts[expert * parts_per_expert : (expert + 1) * parts_per_expert]
@@ -181,7 +185,6 @@ NORMS = {  # by norm placement: leaf -> checkpoint name
 
 
 def first_tensor(config: ModelConfig, layer: int) -> str:
-    """Returns the name of a tensor that every layer of the family has."""
     return f"model.layers.{layer}.{next(iter(NORMS[config.norms].values()))}.weight"
 
 

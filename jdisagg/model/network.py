@@ -1,9 +1,11 @@
-"""The transformer as one Flax module tree, used for training, the reference forward pass and every device program. A
-`Stage` is a run of consecutive layers, with the embedding if it has the first layer and the head if it has the last; a
-whole model is a stage of all layers. Attention over the KV cache is passed in as `attend` (dense and causal below,
+"""The transformer as one Flax module tree, used for training, the reference forward pass and every device program.
+
+A `Stage` is a run of consecutive layers, with the embedding if it has the first layer and the head if it has the last;
+a whole model is a stage of all layers. Attention over the KV cache is passed in as `attend` (dense and causal below,
 paged in `jdisagg/engine`). With tensor parallelism a `Stage` is the part of *one shard*: its heads, channels and
 vocabulary rows, padded with zeros where needed; `axis` is the mesh axis of the reductions. Leading dimensions are free:
-`x` is [..., hidden], so packed tokens [T] and batches [B, T] run the same code."""
+`x` is [..., hidden], so packed tokens [T] and batches [B, T] run the same code.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ LANES = 128  # lanes of a tile: both blocks start at a tile boundary
 
 def cuts(model: ModelConfig, shards: int, *weights: Weight) -> bool:
     """Returns True if a layer with these weights can be split by columns: a dense one with norms only before attention
-    and MLP. A quantised product rounds whole rows, and adapter contributions are reduced as a whole, so both are
-    excluded."""
+    and MLP.
+
+    A quantised product rounds whole rows, and adapter contributions are reduced as a whole, so both are excluded.
+    """
     dense = model.experts is None and model.latent is None and model.norms == "before"
     plain = all(each.low_rank is None and not each.form.is_scaled and not each.form.out_first for each in weights)
     return shards > 1 and dense and plain and model.hidden_size % (BLOCKS * LANES) == 0
@@ -178,9 +182,11 @@ def soft_capped(logits: Array, cap: float | None) -> Array:
 
 
 def scored(x: Array, table: Array) -> Array:
-    """Returns f32[..., V] from x [..., hidden] and a table [V, hidden]. A few rows are computed as table times x
-    transposed: otherwise XLA's CPU backend transposes the whole table at every call (1.3 of 25 CPU milliseconds of a
-    decode step of 8 rows, V 8192). The barriers keep it from undoing that."""
+    """Returns f32[..., V] from x [..., hidden] and a table [V, hidden].
+
+    A few rows are computed as table times x transposed: otherwise XLA's CPU backend transposes the whole table at every
+    call (1.3 of 25 CPU milliseconds of a decode step of 8 rows, V 8192). The barriers keep it from undoing that.
+    """
     x = x.astype(table.dtype)
     if x.ndim != 2:
         return jnp.einsum("...h,vh->...v", x, table, preferred_element_type=jnp.float32)
@@ -247,7 +253,6 @@ class MLP(nnx.Module):
         return summed(self.down, self.inner(x), self.axis)
 
     def inner(self, x: Array) -> Array:
-        """Returns this shard's gated channels from x [..., hidden]."""
         return self.gated(self.gate_up(x))
 
     def gated(self, both: Array) -> Array:
@@ -348,10 +353,12 @@ class Layer(nnx.Module):
 
 
 class Stage(nnx.Module):
-    """The layers `layers.start` to `layers.stop` of one shard of `tp`, or the layers of one ring stage. The embedding
-    [V, hidden] is whole on every shard; the head [V / tp, hidden] is cut if the shards divide the vocabulary. Tied
-    weights are one leaf only if one shard holds both ends of the model; otherwise the head is a second leaf. In a ring
-    both ends are spread over all shards, and tied they are one leaf."""
+    """The layers `layers.start` to `layers.stop` of one shard of `tp`, or the layers of one ring stage.
+
+    The embedding [V, hidden] is whole on every shard; the head [V / tp, hidden] is cut if the shards divide the
+    vocabulary. Tied weights are one leaf only if one shard holds both ends of the model; otherwise the head is a second
+    leaf. In a ring both ends are spread over all shards, and tied they are one leaf.
+    """
 
     def __init__(
         self,
@@ -365,9 +372,11 @@ class Stage(nnx.Module):
         spread: Vocabulary | None = None,
         repeat: Repeat | None = None,
     ):
-        """Builds the stage. `layers` is a run of layers, or with `spread` the layers of a ring stage. With `repeat`, a
-        loop within that run, the stage is compact: its loop layers hold weights that are stacked by iteration after
-        loading."""
+        """Builds the stage.
+
+        `layers` is a run of layers, or with `spread` the layers of a ring stage. With `repeat`, a loop within that run,
+        the stage is compact: its loop layers hold weights that are stacked by iteration after loading.
+        """
         first, last = spread is not None or layers[0] == 0, spread is not None or layers[-1] == config.num_layers - 1
         layers = layers if repeat is None else repeat.compact(layers)
         self.config, self.numbers, self.spread, self.repeat = config, tuple(layers), spread, repeat
@@ -419,7 +428,6 @@ class Stage(nnx.Module):
         }
 
     def attention(self, layer: int) -> AttentionOptions:
-        """Returns the attention options of a layer, by its index in the stage."""
         return self.config.attention(self.numbers[layer])
 
     def embed_tokens(self, tokens: Array) -> Array:
@@ -514,7 +522,6 @@ def _lead(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def attending(attend: Attend) -> CallLayer:
-    """Returns a function that runs a layer with attention `attend`."""
     return lambda layer, x, rotation, index: layer(x, rotation, index, attend)
 
 

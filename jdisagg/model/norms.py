@@ -88,8 +88,11 @@ TILE = 128  # rows of a matrix unit; the size of the first half is a multiple of
 
 def halves(model: ModelConfig, rows: int, shards: int, *, out_first: bool, adapted: bool) -> int:
     """Returns into how many parts a chunk's rows are split: 2 or 1. Matrices stored [out, in] mean a CPU, which cannot
-    overlap. Experts and latents have their own collectives, and adapter slots are set for all rows at once, so both are
-    excluded."""
+    overlap.
+
+    Experts and latents have their own collectives, and adapter slots are set for all rows at once, so both are
+    excluded.
+    """
     dense = model.experts is None and model.latent is None
     return 2 if shards > 1 and dense and not out_first and not adapted and rows >= 2 * FEWEST_ROWS else 1
 

@@ -1,6 +1,8 @@
-"""Loads a stage's weights from a source, shard by shard, into sharded arrays. The module tree is flattened once here.
-Afterwards a stage is a flat list of leaves, and `merge` rebuilds the `Stage` inside a jitted program. Under `shard_map`
-with `specs`, each program sees its shard's local arrays."""
+"""Loads a stage's weights from a source, shard by shard, into sharded arrays.
+
+The module tree is flattened once here. Afterwards a stage is a flat list of leaves, and `merge` rebuilds the `Stage`
+inside a jitted program. Under `shard_map` with `specs`, each program sees its shard's local arrays.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,6 @@ class StageSpec:
 
     @property
     def device(self) -> Device:
-        """One device of the mesh; all are of one kind."""
         return self.mesh.devices.flat[0]
 
     @property
@@ -59,7 +60,6 @@ class StageSpec:
         return self.device.platform
 
     def abstract(self, repeat: Repeat | None = None) -> AbstractStage:
-        """Returns the module tree of the stage, unrolled or with a loop."""
         assert self.mesh.axis_names == (AXIS,), self.mesh.axis_names
         out_first = layout_of(self.platform) if self.out_first is None else self.out_first
         sharded = self.tp, AXIS if self.tp > 1 else None
@@ -159,7 +159,6 @@ def forms_of(stage: Stage) -> dict[str, MatrixForm]:
 
 
 def weight_forms(module: nnx.Module) -> dict[str, MatrixForm]:
-    """Returns the form of every matrix that is a `Weight`."""
     return {
         ".".join(map(str, (*path, "kernel"))): each.form
         for path, each in nnx.iter_modules(module)
@@ -180,9 +179,11 @@ def dotted(path: tuple) -> str:
 
 
 def load_stage(source: Source, spec: StageSpec) -> StageParams:
-    """Loads a stage onto its devices, each shard's slice on its own, in the formats of `spec`. On a mesh of one device
-    the program has no axis and leaves are on that device. Host memory holds one leaf at a time. Raises `MissingTensor`,
-    `WrongShape`, `WrongDtype`."""
+    """Loads a stage onto its devices, each shard's slice on its own, in the formats of `spec`.
+
+    On a mesh of one device the program has no axis and leaves are on that device. Host memory holds one leaf at a time.
+    Raises `MissingTensor`, `WrongShape`, `WrongDtype`.
+    """
     outline, _, leaves = load_leaves(source, spec)
     return replace(outline, leaves=list(leaves))
 
@@ -269,7 +270,6 @@ def _spec(rule: Leaf, tp: int) -> PartitionSpec:
 
 
 def _whole_leaf(rule: Leaf, local: jax.ShapeDtypeStruct, sharding: Sharding, tp: int) -> jax.ShapeDtypeStruct:
-    """Returns the global leaf from one shard's."""
     shape = [size * tp if axis == rule.axis else size for axis, size in enumerate(local.shape)]
     return jax.ShapeDtypeStruct(shape, local.dtype, sharding=sharding)
 

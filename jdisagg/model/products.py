@@ -1,10 +1,13 @@
-"""Products with a model's matrices, in the form that each platform computes fastest. A matrix's orientation and number
-format are chosen when it is loaded (`layout_of`, `jdisagg/model/params.py`), and `product` takes them from its
-`MatrixForm`. The CPU's products (YNNPACK behind XLA) repack the right operand at every call and use the left one as
-stored. A few rows are therefore computed as matrix [out, in] times [in, rows], with barriers that keep XLA from
-transposing it back; for many rows repacking costs less than multiplying. CPU time of 576 x 3,072 in f32 on a 2-core AMD
-machine, [in, out] -> this form: 1.7 -> 1.2 ms for 8 rows, 3.4 -> 2.2 for 32, 8.6 -> 8.1 for 128. One row runs in a loop
-of XLA, which reaches memory speed in f32 and is six times slower in any other dtype; there a second row is added."""
+"""Products with a model's matrices, in the form that each platform computes fastest.
+
+A matrix's orientation and number format are chosen when it is loaded (`layout_of`, `jdisagg/model/params.py`), and
+`product` takes them from its `MatrixForm`. The CPU's products (YNNPACK behind XLA) repack the right operand at every
+call and use the left one as stored. A few rows are therefore computed as matrix [out, in] times [in, rows], with
+barriers that keep XLA from transposing it back; for many rows repacking costs less than multiplying. CPU time of 576 x
+3,072 in f32 on a 2-core AMD machine, [in, out] -> this form: 1.7 -> 1.2 ms for 8 rows, 3.4 -> 2.2 for 32, 8.6 -> 8.1
+for 128. One row runs in a loop of XLA, which reaches memory speed in f32 and is six times slower in any other dtype;
+there a second row is added.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Builds a stage's weights from weights already on the devices with another cut, without reading the checkpoint. The
-plan comes from `core/layout/tensor_cut.py`. Every leaf of a worker's previous configuration becomes one of its next:
-the same rows, cut for other shards, on other devices of the same worker. Numbers are copied unchanged, so the weights
-equal those of `load_stage` bit for bit. A leaf is freed as soon as its successor exists, so the weights are never held
-twice."""
+"""Builds a stage's weights from weights already on the devices with another cut, without reading the checkpoint.
+
+The plan comes from `core/layout/tensor_cut.py`. Every leaf of a worker's previous configuration becomes one of its
+next: the same rows, cut for other shards, on other devices of the same worker. Numbers are copied unchanged, so the
+weights equal those of `load_stage` bit for bit. A leaf is freed as soon as its successor exists, so the weights are
+never held twice.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Weights of a decode ring: each leaf stacks the corresponding leaves of all stages and is cut over "pp". A layer's
-leaf is [stages, ...] of one stage's leaf in `params.py`; padding layers are zeros. Embedding and head are cut by rows
-over all shards of the ring, padded to a multiple."""
+"""Weights of a decode ring: each leaf stacks the corresponding leaves of all stages and is cut over "pp".
+
+A layer's leaf is [stages, ...] of one stage's leaf in `params.py`; padding layers are zeros. Embedding and head are cut
+by rows over all shards of the ring, padded to a multiple.
+"""
 
 from __future__ import annotations
 

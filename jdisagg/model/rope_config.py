@@ -35,7 +35,6 @@ def rope_part(read: Fields) -> Fields:
 
 
 def whole_rope(read: Fields) -> tuple[float, RopeScaling | None]:
-    """Returns base and scaling of a family that rotates every head entirely."""
     rope = rope_part(read)
     for partial in (rope.number("partial_rotary_factor", 0, 1), read.number("partial_rotary_factor", 0, 1)):
         if partial not in (None, 1.0):
@@ -53,7 +52,6 @@ def rope_of(read: Fields, rope: Fields, theta: float) -> tuple[float, RopeScalin
 
 
 def first_said(*places: tuple[Fields, str]) -> float | None:
-    """Returns the first base that is present."""
     found = (fields.number(key, 0.0, MOST_THETA, open_low=True) for fields, key in places)
     return next((value for value in found if value is not None), None)
 
@@ -148,7 +146,6 @@ def _short_factors(rope: Fields) -> tuple[float, ...]:
 
 
 def rope_json(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Returns a scaling as transformers 5 writes it, without the base."""
     if scaling is None:
         return {"rope_type": "default"}
     fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}

@@ -1,5 +1,7 @@
-"""Sources of tensors: a Hugging Face folder, or random weights from a seed (Orbax: `checkpoint.py`). A source returns
-slices by the checkpoint's tensor names and does not cache them."""
+"""Sources of tensors: a Hugging Face folder, or random weights from a seed (Orbax: `checkpoint.py`).
+
+A source returns slices by the checkpoint's tensor names and does not cache them.
+"""
 
 import hashlib
 import json
@@ -121,7 +123,6 @@ class HFSource:
             raise CheckpointError(f"cannot read tensor {name} of {self._file_of[name]}: {error}") from error
 
     def num_bytes(self, name: str) -> int:
-        """Returns the size of a tensor in its file."""
         self._slice(name)
         start, stop = self._span(name)
         return stop - start
@@ -189,9 +190,11 @@ def _indexed(folder: Path) -> dict[str, Path]:
 
 
 class RandomSource:
-    """Random weights from a seed, independent of the cut: norms 1, biases small, matrices 1/sqrt(inputs). Each block of
-    256 rows (with all experts in one tensor: each expert) has its own generator, keyed by seed, name and block, so a
-    slice generates only its own blocks."""
+    """Random weights from a seed, independent of the cut: norms 1, biases small, matrices 1/sqrt(inputs).
+
+    Each block of 256 rows (with all experts in one tensor: each expert) has its own generator, keyed by seed, name and
+    block, so a slice generates only its own blocks.
+    """
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         self.seed = seed

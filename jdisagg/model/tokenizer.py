@@ -294,13 +294,14 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """True if the chat template uses the list of tools."""
         return self._chat.speaks_of("tools")
 
     def chat(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """Renders messages as one prompt with the model's template, which also gets `kwargs` (`tools`, ...). The
-        template writes the special tokens itself: encode the result with `add_special_tokens=False`, or with
-        `encode_chat` if the messages come from a client."""
+        """Renders messages as one prompt with the model's template, which also gets `kwargs` (`tools`, ...).
+
+        The template writes the special tokens itself: encode the result with `add_special_tokens=False`, or with
+        `encode_chat` if the messages come from a client.
+        """
         return self._chat.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
 
 

@@ -53,7 +53,6 @@ def begun(weight: Weight, rows: Array, axis: str | None) -> Partial:
 
 
 def ended(weight: Weight, part: Partial, axis: str | None, dtype: DTypeLike) -> Array:
-    """Reduces partial sums over the shards and adds the bias once."""
     y = whole(part, None if weight.scale is None else weight.scale[...], axis).astype(dtype)
     return y if weight.bias is None else y + over(weight.bias[...], y)
 

@@ -1,5 +1,7 @@
-"""Computes the bytes of weights on one device in every weight format, for the budget of KV pages. One layer of each
-kind is built without memory and multiplied by its count, because building a tree of hundreds of layers takes minutes.
+"""Computes the bytes of weights on one device in every weight format, for the budget of KV pages.
+
+One layer of each kind is built without memory and multiplied by its count, because building a tree of hundreds of
+layers takes minutes.
 """
 
 from __future__ import annotations
@@ -73,7 +75,6 @@ def _layers_bytes(config: ModelConfig, layers: Sequence[int], tp: int, dtype: DT
 
 
 def _full_paths(weights: WeightFormat, layer: int) -> frozenset[str]:
-    """Returns the paths of a layer's matrices at full precision."""
     prefix = f"{layer}."
     return frozenset(path.removeprefix(prefix) for path in weights.full if path.startswith(prefix))
 

@@ -1,6 +1,8 @@
-"""Compiler options beyond the defaults, with reasons; `python -m benchmarks.compiler_flags` measures each. They are set
-per program of several devices, not by the environment, so that programs compiled ahead and at start are the same. An
-option that a compiler does not know is left out."""
+"""Compiler options beyond the defaults, with reasons; `python -m benchmarks.compiler_flags` measures each.
+
+They are set per program of several devices, not by the environment, so that programs compiled ahead and at start are
+the same. An option that a compiler does not know is left out.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Limits how many multi-device programs of this process are in flight. On the CPU backend more than 32 un-awaited
-multi-device programs can deadlock, because their collectives exhaust the threads. Every such launch is counted here,
-and the launcher waits for the oldest beyond the limit."""
+"""Limits how many multi-device programs of this process are in flight.
+
+On the CPU backend more than 32 un-awaited multi-device programs can deadlock, because their collectives exhaust the
+threads. Every such launch is counted here, and the launcher waits for the oldest beyond the limit.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence

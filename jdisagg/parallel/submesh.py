@@ -1,5 +1,6 @@
-"""A submesh is the devices of one stage under the single axis "tp"; this module places arrays and programs on it. On
-one device arrays and programs are plain single-device ones, never a mesh of one: on the CPU backend single-device
+"""A submesh is the devices of one stage under the single axis "tp"; this module places arrays and programs on it.
+
+On one device arrays and programs are plain single-device ones, never a mesh of one: on the CPU backend single-device
 programs overlap with everything, multi-device ones do not overlap with each other.
 
 A submesh may span the processes of one JAX job, which then run the same programs in the same order. Each process writes
@@ -124,8 +125,10 @@ class Submesh:
         beside: bool = False,
     ) -> Program:
         """Returns `function` of one shard as a program of the whole submesh. The specs are those of `jax.shard_map`.
+
         `out_formats`: a Format or None per result, to fix its layout. `as_stored`: bf16 and fp8 are moved and converted
-        but not computed with. `beside`: the program overlaps small all-reduces with products."""
+        but not computed with. `beside`: the program overlaps small all-reduces with products.
+        """
         if self.tp > 1:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         platform = self.devices[0].platform

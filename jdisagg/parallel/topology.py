@@ -1,5 +1,7 @@
-"""Topologies of TPUs and GPUs that are not attached: programs are compiled for them and never run. The devices of a
-topology are created once, because devices of two descriptions of the same machine cannot be mixed."""
+"""Topologies of TPUs and GPUs that are not attached: programs are compiled for them and never run.
+
+The devices of a topology are created once, because devices of two descriptions of the same machine cannot be mixed.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Training data: text of the target model for draft heads, the corpus of the embedded model, its tokenizer and batches.
-The tokens of each step are a pure function of the step number, so a resumed run sees the same data."""
+
+The tokens of each step are a pure function of the step number, so a resumed run sees the same data.
+"""
 
 from __future__ import annotations
 
@@ -317,9 +319,11 @@ def token_stream(documents: tuple[Document, ...], tokenizer: Tokenizer, lesson_s
 
 
 def batch_at(stream: np.ndarray, phases: tuple[Phase, ...], seed: int, step: int) -> np.ndarray:
-    """Returns i32[batch, length + 1]: the sequences of `step` (from 0) with their next tokens. Every phase goes over
-    the stream in epochs of shuffled windows without repetition. Each epoch starts its first window at another offset,
-    so the cuts between windows move."""
+    """Returns i32[batch, length + 1]: the sequences of `step` (from 0) with their next tokens.
+
+    Every phase goes over the stream in epochs of shuffled windows without repetition. Each epoch starts its first
+    window at another offset, so the cuts between windows move.
+    """
     index, first = phase_at(phases, step)
     phase = phases[index]
     windows = (len(stream) - 1 - phase.length_tokens) // phase.length_tokens

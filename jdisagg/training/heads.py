@@ -1,7 +1,9 @@
-"""Trains an EAGLE draft head on text that its target model generated (`data.py`). The head starts as the target's last
-layer. Its loss is the KL divergence in nats of its next-token distribution from the target's, plus the squared error of
-its predicted states. Some of the input states are its own predictions (scheduled sampling: Bengio et al. 2015), and
-some are zeros, as for states that are not available in serving."""
+"""Trains an EAGLE draft head on text that its target model generated (`data.py`).
+
+The head starts as the target's last layer. Its loss is the KL divergence in nats of its next-token distribution from
+the target's, plus the squared error of its predicted states. Some of the input states are its own predictions
+(scheduled sampling: Bengio et al. 2015), and some are zeros, as for states that are not available in serving.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The supported model families, one entry per architecture name in `config.json`. Each family's file holds the defaults
-that `transformers` assumes and the `ModelConfig` fields that differ from a Llama's. A feature that the network lacks is
-added to the network first."""
+"""The supported model families, one entry per architecture name in `config.json`.
+
+Each family's file holds the defaults that `transformers` assumes and the `ModelConfig` fields that differ from a
+Llama's. A feature that the network lacks is added to the network first.
+"""
 
 from jdisagg.model.families import deepseek, gemma, gpt_oss, llama, mistral, mixtral, olmo2, phi3, qwen, qwen3_moe
 from jdisagg.model.families.family import ExpertNames, Family

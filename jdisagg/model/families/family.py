@@ -61,7 +61,6 @@ def biases_of_attention(read: Fields) -> Numbers:
 
 
 def window_size(read: Fields) -> int | None:
-    """Returns `sliding_window` in tokens, or None."""
     return read.whole("sliding_window", 1, MOST_POSITIONS)
 
 
@@ -92,13 +91,11 @@ NUMBER_KEYS = ("num_local_experts", "num_experts")  # transformers 5 writes the 
 
 
 def number_of_experts(read: Fields) -> int:
-    """Returns the number of experts per layer."""
     key = next((key for key in NUMBER_KEYS if read.raw.get(key) is not None), NUMBER_KEYS[0])
     return read.needed(key, MOST_EXPERTS)
 
 
 def experts_per_token(read: Fields, number: int) -> int:
-    """Returns how many of `number` experts a token is routed to."""
     return read.needed("num_experts_per_tok", number)
 
 

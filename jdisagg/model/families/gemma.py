@@ -1,5 +1,7 @@
 """Gemma 2 and the text model of Gemma 3: norms before and after each block, scaled embeddings, windows on most layers.
-Gemma 2 soft-caps its logits. Gemma 3 normalises q and k instead, and uses a separate RoPE base for window layers."""
+
+Gemma 2 soft-caps its logits. Gemma 3 normalises q and k instead, and uses a separate RoPE base for window layers.
+"""
 
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import ModelConfig

@@ -1,6 +1,8 @@
-"""Phi-3 and Phi-4-mini: a Llama with fused tensors, partial rotation and longrope. longrope changes its frequencies
-once a sequence exceeds the original length, which would require recomputing cached keys. Such a model is therefore
-served up to its original length, where results are exact."""
+"""Phi-3 and Phi-4-mini: a Llama with fused tensors, partial rotation and longrope.
+
+longrope changes its frequencies once a sequence exceeds the original length, which would require recomputing cached
+keys. Such a model is therefore served up to its original length, where results are exact.
+"""
 
 from jdisagg.core.model_config import ModelConfig, RopeScaling
 from jdisagg.model.families.family import Family, Numbers, layer_windows, window_size, windows_json

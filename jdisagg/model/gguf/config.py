@@ -1,5 +1,7 @@
-"""Converts a GGUF file's metadata to `ModelConfig` by way of the fields of a `config.json`. A feature that llama.cpp
-computes and this project does not is refused by name, never approximated."""
+"""Converts a GGUF file's metadata to `ModelConfig` by way of the fields of a `config.json`.
+
+A feature that llama.cpp computes and this project does not is refused by name, never approximated.
+"""
 
 from __future__ import annotations
 

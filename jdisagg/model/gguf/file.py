@@ -1,6 +1,8 @@
-"""Reads GGUF files: metadata, tensor positions, and dequantised blocks; split files form one model. The header is
-parsed here because the `gguf` package's reader takes four seconds for a vocabulary of 50,000 and trusts every length in
-the file. An inconsistent file is a `CheckpointError` in one line."""
+"""Reads GGUF files: metadata, tensor positions, and dequantised blocks; split files form one model.
+
+The header is parsed here because the `gguf` package's reader takes four seconds for a vocabulary of 50,000 and trusts
+every length in the file. An inconsistent file is a `CheckpointError` in one line.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,6 @@ KIND_NAMES = ", ".join(kind.name for kind in GGMLQuantizationType)
 
 
 def is_gguf(place: str | Path) -> bool:
-    """Returns True if `place` has the name of a GGUF file."""
     return Path(place).suffix.lower() == ".gguf" and not Path(place).is_dir()
 
 

@@ -1,6 +1,9 @@
-"""Reads the weights and the tokenizer of a GGUF file under Hugging Face names. Weights are memory-mapped and only the
-slices that a shard reads are dequantised. Two layouts are undone: for Llama the rows of q and k are stored in
-interleaved rotation order, and for Gemma the norm weights include the 1 that the network adds."""
+"""Reads the weights and the tokenizer of a GGUF file under Hugging Face names.
+
+Weights are memory-mapped and only the slices that a shard reads are dequantised. Two layouts are undone: for Llama the
+rows of q and k are stored in interleaved rotation order, and for Gemma the norm weights include the 1 that the network
+adds.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,6 @@ class GGUFSource:
         return sum(tensor.num_bytes for tensor in self._used.values())
 
     def num_weights(self) -> int:
-        """Returns the number of elements of all tensors."""
         return sum(prod(tensor.shape) for tensor in self._used.values())
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -205,7 +207,6 @@ def named_tokens(file: GGUFFile) -> dict[str, str]:
 
 
 def chat_templates(file: GGUFFile) -> dict[str, str]:
-    """Returns the file's chat templates by name."""
     prefix = "tokenizer.chat_template"
     keys = [key for key in file.metadata if key == prefix or key.startswith(prefix + ".")]
     return {key[len(prefix) + 1 :] or "default": file.fields.word(key) or "" for key in keys}

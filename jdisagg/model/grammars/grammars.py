@@ -1,6 +1,8 @@
-"""The interface of grammars for structured output: availability, and the tokens allowed after others. A grammar is one
-text (`SamplingParams.grammar`). The state of an answer is a function of that text and of the answer's tokens, so a
-matcher is built from the two where needed and is never sent or saved."""
+"""The interface of grammars for structured output: availability, and the tokens allowed after others.
+
+A grammar is one text (`SamplingParams.grammar`). The state of an answer is a function of that text and of the answer's
+tokens, so a matcher is built from the two where needed and is never sent or saved.
+"""
 
 from __future__ import annotations
 

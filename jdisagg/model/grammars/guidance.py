@@ -109,7 +109,6 @@ class Guidance:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 
     def _store(self, grammar: str, matcher: LLMatcher) -> None:
-        """Stores the compiled form in the cache."""
         with self._lock:
             self._kept[grammar] = matcher
             while len(self._kept) > KEPT:

@@ -1,5 +1,7 @@
-"""Reads a checkpoint's quantisation and its quantised weights: one table from `quant_method` to a reader. A method or
-option that is not supported is refused by name, with the value found and the values supported."""
+"""Reads a checkpoint's quantisation and its quantised weights: one table from `quant_method` to a reader.
+
+A method or option that is not supported is refused by name, with the value found and the values supported.
+"""
 
 from __future__ import annotations
 

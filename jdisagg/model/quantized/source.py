@@ -1,6 +1,8 @@
-"""A source of plain weights from a Hugging Face folder with quantised ones, dequantised slice by slice. The stored
-dtype decides, not the module lists of the config: a tensor in floating point is read as it is. Products with quantised
-weights use `channels`."""
+"""A source of plain weights from a Hugging Face folder with quantised ones, dequantised slice by slice.
+
+The stored dtype decides, not the module lists of the config: a tensor in floating point is read as it is. Products with
+quantised weights use `channels`.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,6 @@ class QuantizedSource:
         return sum(map(self.inner.num_bytes, self.inner.names))
 
     def num_weights(self) -> int:
-        """Returns the number of elements of all the network's tensors."""
         return sum(prod(self.shape(name) or ()) for name in self.names)
 
     def _is_plain(self, name: str) -> bool:

@@ -31,7 +31,6 @@ def needed(source: Source, name: str, dtypes: Sequence[str], shapes: Sequence[Sh
 
 
 def matrix(source: Source, name: str, dtypes: Sequence[str]) -> tuple[int, int]:
-    """Returns the shape of a tensor that must have two dimensions."""
     shape = needed(source, name, dtypes)
     if len(shape) != 2:
         raise WrongShape(f"tensor {name} in {source.place} has shape {list(shape)}; needed: two dimensions")
@@ -49,8 +48,10 @@ def blocks_of(span: slice, size: int) -> tuple[slice, np.ndarray]:
 
 
 def groups_of(source: Source, name: str, span: slice, size: int, count: int) -> tuple[slice, np.ndarray]:
-    """Returns the range of groups that covers the inputs of `span`, and each input's group within it. Tensor `name`
-    gives the group of each of the inputs; without it, `size` consecutive inputs form a group. Raises `CheckpointError`.
+    """Returns the range of groups that covers the inputs of `span`, and each input's group within it.
+
+    Tensor `name` gives the group of each of the inputs; without it, `size` consecutive inputs form a group. Raises
+    `CheckpointError`.
     """
     if source.shape(name) is None:
         return blocks_of(span, size)
@@ -95,8 +96,10 @@ def scaled(
     transposed: bool = False,
 ) -> np.ndarray:
     """Returns f32[rows, columns], or its transpose: (number - zero) x scale, computed in strips of rows.
+
     `numbers(strip)` returns rows of stored numbers. Row r uses row `rows[r]` of `scales` and `zeros`; column c uses
-    their column `columns[c]`. With `columns` None they have one column per column, or one for all."""
+    their column `columns[c]`. With `columns` None they have one column per column, or one for all.
+    """
     shape = (len(rows), num_columns)
     out = np.empty(shape[::-1] if transposed else shape, np.float32)
     view, step = out.T if transposed else out, max(1, STRIP_NUMBERS // max(1, num_columns))
