@@ -33,17 +33,17 @@ class FactorLeaf:
     mesh: Mesh
 
     @property
-    def ring(self) -> bool:
+    def is_ring(self) -> bool:
         return isinstance(self.mesh, RingMesh)
 
     @property
     def slot_axis(self) -> int:
-        return self.factor.slot_axis + self.ring
+        return self.factor.slot_axis + self.is_ring
 
     def spec(self, *, new: bool = False) -> PartitionSpec:
         """Returns the partition spec. With `new`: of one adapter's factor, which has no slot dimension."""
         axis = self._cut_axis(new)
-        names: list[str | None] = [RING] if self.ring else []
+        names: list[str | None] = [RING] if self.is_ring else []
         if axis is not None and self.mesh.tp > 1:
             names += [None] * (axis - len(names)) + [AXIS]
         return PartitionSpec(*names)
@@ -51,7 +51,7 @@ class FactorLeaf:
     def struct(self, *, new: bool = False) -> jax.ShapeDtypeStruct:
         tp, axis = self.mesh.tp, self._cut_axis(new)
         local = self.factor.new_shape(tp) if new else self.factor.shape(tp)
-        stacked = (len(self.layers), *local) if self.ring else local
+        stacked = (len(self.layers), *local) if self.is_ring else local
         shape = tuple(size * tp if at == axis else size for at, size in enumerate(stacked))
         return jax.ShapeDtypeStruct(shape, self.factor.room.dtype, sharding=self.mesh.sharding(self.spec(new=new)))
 
@@ -66,17 +66,17 @@ class FactorLeaf:
         whole, axis, tp = self.struct(new=True), self._cut_axis(new=True), self.mesh.tp
 
         def shard_at(index: Any) -> np.ndarray:
-            stage = index[0].start or 0 if self.ring else 0
+            stage = index[0].start or 0 if self.is_ring else 0
             shard = 0 if axis is None or tp == 1 else (index[axis].start or 0) * tp // whole.shape[axis]
             found = self.factor.of(weights, self.layers[stage], shard, tp).astype(self.factor.room.dtype)
-            return found[None] if self.ring else found
+            return found[None] if self.is_ring else found
 
         assert whole.sharding is not None
         return jax.make_array_from_callback(whole.shape, whole.sharding, shard_at)
 
     def _cut_axis(self, new: bool) -> int | None:
         axis = self.factor.cut_axis
-        return None if axis is None else axis + self.ring - new
+        return None if axis is None else axis + self.is_ring - new
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class AdaptedParams(StageParams):
 
     def merge(self, leaves: list[Array]) -> Stage:
         stage = self.bare.merge(leaves[: self.first])
-        mine = [leaf.reshape(leaf.shape[1:]) if each.ring else leaf for each, leaf in self._with(leaves)]
+        mine = [leaf.reshape(leaf.shape[1:]) if each.is_ring else leaf for each, leaf in self._with(leaves)]
         return attached(stage, [each.factor for each in self.factors], mine)
 
     @property

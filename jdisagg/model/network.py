@@ -72,15 +72,17 @@ def summed_in_turn(
     weight: Weight,
     rows: Array,
     axis: str | None,
-    use: Callable[[int, Array], Array | None] = lambda number, block: None,
+    use: Callable[[int, Array], Array | None] = lambda number, columns: None,
 ) -> list[Array]:
     """Returns both column blocks of a row-parallel product, reduced. `use` processes one block while the next is
     sent."""
-    kernel, begun, made = weight.kernel[...], list[Array](), list[Array]()
+    kernel, products, made = weight.kernel[...], list[Array](), list[Array]()
     for number in range(BLOCKS):
-        begun.append(_product(after(rows, begun[-1] if begun else None), block(kernel, number, 1)).astype(rows.dtype))
-    used: Array | None = begun[-1]
-    for number, part in enumerate(begun):
+        products.append(
+            _product(after(rows, products[-1] if products else None), block(kernel, number, 1)).astype(rows.dtype)
+        )
+    used: Array | None = products[-1]
+    for number, part in enumerate(products):
         ready = after(part, made[-1] if made else None)  # keeps the compiler from joining both all-reduces
         total = after(ready if axis is None else jax.lax.psum(ready, axis), used)
         if weight.bias is not None:

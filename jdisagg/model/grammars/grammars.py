@@ -101,4 +101,4 @@ def open_grammars(place: Path, vocab_size: int) -> GrammarCompiler:
         raise ConfigError(
             f"structured output needs {error.name}, which is not installed: pip install llguidance does it"
         ) from error
-    return module.Guidance(Tokenizer(place), vocab_size)
+    return module.GuidanceBuilder(Tokenizer(place), vocab_size)

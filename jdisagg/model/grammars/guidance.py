@@ -61,7 +61,7 @@ class GuidanceMatcher:
             mask[:] = 0
 
 
-class Guidance:
+class GuidanceBuilder:
     """A grammar compiler by llguidance; implements `GrammarCompiler`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
