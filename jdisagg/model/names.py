@@ -7,6 +7,8 @@ shards do not divide heads or channels, some shards are padded with zeros (see `
 nothing to any sum.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -66,7 +68,7 @@ class Leaf:
     experts: int = 0  # 0: none
     paired: bool = False  # an expert's stored rows interleave gate and up; the leaf has all gate rows first
 
-    def flipped(self) -> "Leaf":
+    def flipped(self) -> Leaf:
         """Returns the leaf of the transposed matrix, or of each expert's transposed matrix."""
         axis = self.axis if self.axis is None or self.experts else 1 - self.axis
         return replace(self, axis=axis, transposed=not self.transposed)
@@ -77,7 +79,7 @@ class Leaf:
         shape = (sum(each[0] for each in shapes), *shapes[0][1:])
         return shape[::-1] if self.transposed else shape
 
-    def channels(self) -> "Leaf":
+    def channels(self) -> Leaf:
         """Returns the leaf of one number per output of the matrix."""
         outputs = 1 if self.transposed else 0
         return replace(self, axis=0 if self.axis == outputs else None, transposed=False)

@@ -138,5 +138,5 @@ def _accepted(name: str, value: Option, device: Any) -> bool:
 
 
 def forget() -> None:
-    """Clears the cache of accepted options, for tests that change the flags."""
+    """Clears the cache of accepted options after the flags have changed."""
     _known.cache_clear()
