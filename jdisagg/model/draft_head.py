@@ -32,8 +32,8 @@ from jdisagg.model.checkpoint import why_no_model
 from jdisagg.model.files import read_json
 from jdisagg.model.hf_config import parse_config
 from jdisagg.model.names import Index, Leaf, Part, layer_leaves
-from jdisagg.model.network import Attend, Layer, normed, scored
-from jdisagg.model.norms import RMSNorm
+from jdisagg.model.network import Attend, Layer, scored
+from jdisagg.model.norms import RMSNorm, normed
 from jdisagg.model.params import (
     AXIS,
     AbstractStage,
