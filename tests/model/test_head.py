@@ -31,7 +31,7 @@ def scores(weights: str) -> np.ndarray:
 @pytest.mark.parametrize("weights", [AS_ACTIVATIONS, "int8"])
 def test_logits_gathered_in_blocks_are_those_gathered_at_once(weights: str, monkeypatch: pytest.MonkeyPatch):
     whole, blocks, cut = scores(weights), [], network.slices
-    monkeypatch.setattr(network, "BLOCKS", {"cpu": 3})
+    monkeypatch.setattr(network, "HEAD_BLOCKS", {"cpu": 3})
     monkeypatch.setattr(network, "LEAST_OUTPUTS", 1)
     monkeypatch.setattr(network, "LANES", 4)
     monkeypatch.setattr(network, "slices", lambda *asked: blocks.extend(cut(*asked)) or cut(*asked))
