@@ -1,5 +1,5 @@
-"""A stage's weights with room for adapters behind them: leaves of the same list, so that every program of the stage
-takes them, and whoever knows nothing of adapters passes them on."""
+"""Stage parameters with slots for LoRA adapters. The adapters' factors follow the weights in the same list of leaves,
+so every program of the stage receives them and code without adapters passes them through."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ Mesh = Submesh | RingMesh
 
 @dataclass(frozen=True, slots=True)
 class FactorLeaf:
-    """A factor as it lies on a mesh. `layers`: of the model, one for each stage of a ring; else the one it is of."""
+    """One LoRA factor as an array on a mesh. `layers` holds one model layer per ring stage, or a single layer without a
+    ring."""
 
     factor: Factor
     layers: tuple[int | None, ...]  # None: padding
     mesh: Mesh
 
     @property
-    def ring(self) -> bool:
+    def is_ring(self) -> bool:
         return isinstance(self.mesh, RingMesh)
 
     @property
     def slot_axis(self) -> int:
-        """Of the array: the dimension of slots."""
-        return self.factor.slot_axis + self.ring
+        return self.factor.slot_axis + self.is_ring
 
     def spec(self, *, new: bool = False) -> PartitionSpec:
-        """`new`: of one adapter's numbers, which have no dimension of slots."""
+        """Returns the partition spec. With `new`: of one adapter's factor, which has no slot dimension."""
         axis = self._cut_axis(new)
-        names: list[str | None] = [RING] if self.ring else []
+        names: list[str | None] = [RING] if self.is_ring else []
         if axis is not None and self.mesh.tp > 1:
             names += [None] * (axis - len(names)) + [AXIS]
         return PartitionSpec(*names)
@@ -51,7 +51,7 @@ class FactorLeaf:
     def struct(self, *, new: bool = False) -> jax.ShapeDtypeStruct:
         tp, axis = self.mesh.tp, self._cut_axis(new)
         local = self.factor.new_shape(tp) if new else self.factor.shape(tp)
-        stacked = (len(self.layers), *local) if self.ring else local
+        stacked = (len(self.layers), *local) if self.is_ring else local
         shape = tuple(size * tp if at == axis else size for at, size in enumerate(stacked))
         return jax.ShapeDtypeStruct(shape, self.factor.room.dtype, sharding=self.mesh.sharding(self.spec(new=new)))
 
@@ -62,38 +62,38 @@ class FactorLeaf:
         return jax.make_array_from_callback(whole.shape, whole.sharding, lambda _: local.copy())
 
     def new(self, weights: AdapterWeights) -> Array:
-        """One adapter's numbers, each shard's on its own."""
+        """Returns one adapter's factor as a global array, cut for each shard."""
         whole, axis, tp = self.struct(new=True), self._cut_axis(new=True), self.mesh.tp
 
         def shard_at(index: Any) -> np.ndarray:
-            stage = index[0].start or 0 if self.ring else 0
+            stage = index[0].start or 0 if self.is_ring else 0
             shard = 0 if axis is None or tp == 1 else (index[axis].start or 0) * tp // whole.shape[axis]
             found = self.factor.of(weights, self.layers[stage], shard, tp).astype(self.factor.room.dtype)
-            return found[None] if self.ring else found
+            return found[None] if self.is_ring else found
 
         assert whole.sharding is not None
         return jax.make_array_from_callback(whole.shape, whole.sharding, shard_at)
 
     def _cut_axis(self, new: bool) -> int | None:
         axis = self.factor.cut_axis
-        return None if axis is None else axis + self.ring - new
+        return None if axis is None else axis + self.is_ring - new
 
 
 @dataclass(frozen=True)
 class AdaptedParams(StageParams):
-    """As `StageParams`; the last leaves are factors."""
+    """Stage parameters whose last leaves are adapter factors."""
 
-    bare: StageParams = field(kw_only=True)  # without its leaves
+    bare: StageParams = field(kw_only=True)  # the stage without adapters; its list of leaves is empty
     factors: tuple[FactorLeaf, ...] = field(kw_only=True)
 
     def merge(self, leaves: list[Array]) -> Stage:
         stage = self.bare.merge(leaves[: self.first])
-        mine = [leaf.reshape(leaf.shape[1:]) if each.ring else leaf for each, leaf in self._with(leaves)]
+        mine = [leaf.reshape(leaf.shape[1:]) if each.is_ring else leaf for each, leaf in self._with(leaves)]
         return attached(stage, [each.factor for each in self.factors], mine)
 
     @property
     def first(self) -> int:
-        """The place of the first factor among the leaves."""
+        """Index of the first factor among the leaves."""
         return len(self.specs) - len(self.factors)
 
     def _with(self, leaves: Sequence[Array]) -> list[tuple[FactorLeaf, Array]]:
@@ -103,7 +103,7 @@ class AdaptedParams(StageParams):
 def with_room(
     params: StageParams, model: ModelConfig, layers: range, room: AdapterCapacity, mesh: Submesh
 ) -> AdaptedParams:
-    """The same stage, or the shapes of one, with empty slots."""
+    """Returns the stage (or its abstract shapes) with empty adapter slots."""
     factors = factors_of(model, layers, room)
     return _joined(params, [FactorLeaf(each, (layers[each.place],), mesh) for each in factors])
 
@@ -111,7 +111,7 @@ def with_room(
 def ring_with_room(
     params: RingParams, model: ModelConfig, cut: RingCut, room: AdapterCapacity, mesh: RingMesh
 ) -> AdaptedParams:
-    """As `with_room`, of a ring."""
+    """Returns a ring's parameters with empty adapter slots; see `with_room`."""
     factors = factors_of(model, cut.numbers, room)
     return _joined(params, [FactorLeaf(each, tuple(row[each.place] for row in cut.places), mesh) for each in factors])
 
@@ -130,7 +130,8 @@ def _joined(params: StageParams, factors: list[FactorLeaf]) -> AdaptedParams:
 
 
 def _own_sums(params: StageParams, factors: Sequence[FactorLeaf]) -> int:
-    """Of adapters of scaled matrices whose inputs are cut: integers are summed before those are added."""
+    """Returns the number of extra reductions that adapters of quantized row-parallel matrices need. The integer
+    products are reduced before the adapters' contributions are added, so each contribution has its own sum."""
     tree = jax.tree.unflatten(params.treedef, params.leaves)
     scaled = {dotted(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
     return sum(

@@ -1,8 +1,9 @@
-"""What coarser matrices cost: a model read layer by layer, a text run through it in f32 and beside it rounded.
+"""Measures the accuracy loss of lower-precision matrices or KV pages on a sample text, layer by layer.
 
-One pass holds one layer, whatever the model's size. It says which matrices are to stay full (alone rounded, each may
-change what its layer adds by `WORST_ERROR` of it at the most), and what the rest loses: the KL divergence of the next
-token's distribution from that of the full model, and how often both think the same token likeliest.
+The exact f32 stream and the rounded stream pass through one layer at a time, so memory holds one layer whatever the
+model's size. A matrix stays at full precision if rounding it alone changes what its layer adds to the residual stream
+by more than `WORST_ERROR`. The loss is the KL divergence of the next-token distribution from the full model's, and the
+share of positions with the same greedy token.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jdisagg.model.shards import shard_of_leaf
 from jdisagg.model.sources import Source
 from pallas_kernels.quantized import quantize_rows
 
-WORST_ERROR = 0.1  # of what a layer adds, by one matrix alone
+WORST_ERROR = 0.1  # relative change of what a layer adds to the residual stream, caused by one matrix
 TEXT = (
     "The capital of France is Paris, a city on the river Seine. It has been a centre of finance, commerce, fashion and"
     " science since the seventeenth century. Question: how do plants make their food? Answer: by photosynthesis. Light"
@@ -40,18 +41,18 @@ TEXT = (
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one weight format against the full model, on one text."""
+    """Loss of one weight format against the full model, on one text."""
 
     weights: WeightFormat
-    kl: float  # nats a token
-    agreement: float  # share of tokens after which both would go on with the same one
-    errors: dict[str, float]  # by matrix: the part of its layer's own addition that it changes when rounded alone
+    kl: float  # nats per token
+    agreement: float  # share of positions with the same greedy next token
+    errors: dict[str, float]  # by matrix: relative change of its layer's output when rounded alone
 
 
 def measure_loss(
     source: Source, config: ModelConfig, dtype: str, tokens: Sequence[int], worst_error: float = WORST_ERROR
 ) -> Loss:
-    """Of "bfloat16", "int8" or "fp8", on the default device. Raises what loading raises."""
+    """Measures the loss of weights in "bfloat16", "int8" or "fp8" on the default device. Raises what loading raises."""
     full = rounded = embedded(source, config, tokens)
     programs = dict[Any, LayerPrograms]()
     errors: dict[str, float] = {}
@@ -59,63 +60,65 @@ def measure_loss(
         kind = config.window(layer), config.is_sparse(layer)
         if kind not in programs:
             programs[kind] = LayerPrograms(config, layer, _outline(config, layer, dtype), dtype)
-        here = programs[kind]
-        rules = here.outline.rules(config, layer)
+        program = programs[kind]
+        rules = program.outline.rules(config, layer)
         leaves = [jnp.asarray(shard_of_leaf(source, rule, 0, 1, np.float32)) for rule in rules]
-        found = here.errors(leaves, full) if WeightFormat(dtype).is_scaled else {}
-        kept = frozenset(path for path, error in found.items() if not float(error) <= worst_error)
-        full, rounded = here.run(leaves, full, None), here.run(leaves, rounded, kept)
-        errors |= {f"{layer}.{path}": float(error) for path, error in found.items()}
+        errors_found = program.errors(leaves, full) if WeightFormat(dtype).is_scaled else {}
+        exact_paths = frozenset(path for path, error in errors_found.items() if not float(error) <= worst_error)
+        full, rounded = program.run(leaves, full, None), program.run(leaves, rounded, exact_paths)
+        errors |= {f"{layer}.{path}": float(error) for path, error in errors_found.items()}
     weights = WeightFormat(dtype, frozenset(path for path, error in errors.items() if not error <= worst_error))
     return Loss(weights, *_compared(*_logits(source, config, dtype, full, rounded)), errors)
 
 
 def measure_kv_loss(source: Source, config: ModelConfig, dtype: str, tokens: Sequence[int]) -> tuple[float, float]:
-    """What pages of "int8" or "float8_e4m3fn" lose of a model in f32: KL in nats a token, greedy agreement."""
-    full = other = embedded(source, config, tokens)
+    """Measures the loss of KV pages in "int8" or "float8_e4m3fn", with weights in f32. Returns (KL divergence in nats
+    per token, greedy agreement)."""
+    full = rounded = embedded(source, config, tokens)
     programs = dict[Any, tuple[LayerPrograms, LayerPrograms]]()
     for layer in range(config.num_layers):
         kind = config.window(layer), config.is_sparse(layer)
         if kind not in programs:
             outline = _outline(config, layer, AS_ACTIVATIONS)
-            held = config, layer, outline, AS_ACTIVATIONS
-            programs[kind] = LayerPrograms(*held), LayerPrograms(*held, partial(attend_to_rounded, dtype))
-        exact, rounded = programs[kind]
-        rules = exact.outline.rules(config, layer)
+            arguments = config, layer, outline, AS_ACTIVATIONS
+            programs[kind] = LayerPrograms(*arguments), LayerPrograms(*arguments, partial(attend_to_rounded, dtype))
+        exact_layer, rounded_layer = programs[kind]
+        rules = exact_layer.outline.rules(config, layer)
         leaves = [jnp.asarray(shard_of_leaf(source, rule, 0, 1, np.float32)) for rule in rules]
-        full, other = exact.run(leaves, full, None), rounded.run(leaves, other, None)
-    return _compared(*_logits(source, config, "float32", full, other))
+        full = exact_layer.run(leaves, full, None)
+        rounded = rounded_layer.run(leaves, rounded, None)
+    return _compared(*_logits(source, config, "float32", full, rounded))
 
 
 def attend_to_rounded(dtype: str, options_of: OptionsOf) -> Attend:
-    """`dense_attend`, of keys and values as pages of `dtype` hold them."""
+    """Returns `dense_attend` with keys and values rounded to `dtype` as in a KV page."""
     attend = dense_attend(options_of)
 
-    def held(rows: Array) -> Array:
+    def round_rows(rows: Array) -> Array:
         values, scales = quantize_rows(rows, jnp.dtype(dtype))
         return (values.astype(jnp.float32) * scales[..., None]).astype(rows.dtype)
 
     def rounded(layer: int, q: Any, k: Array, v: Array | None, sinks: Array | None = None) -> Array:
         assert v is not None, "latents are kept as they are"
-        return attend(layer, q, held(k), held(v), sinks)
+        return attend(layer, q, round_rows(k), round_rows(v), sinks)
 
     return rounded
 
 
 def embedded(source: Source, config: ModelConfig, tokens: Sequence[int]) -> Array:
-    """f32[T, hidden]."""
+    """Returns the scaled embeddings of the tokens, f32[T, hidden]."""
     table = _leaf(source, config, range(1), "embed")
     return jnp.asarray(table[np.asarray(tokens)]) * np.float32(config.embedding_scale)
 
 
 @dataclass(frozen=True)
 class LayerOutline:
-    """One layer's tree, whole on one device."""
+    """The structure of one whole layer on one device: module graph, leaf paths and matrices to round."""
 
     graphdef: Any
     treedef: Any
     paths: list[str]
-    matrices: frozenset[str]  # that are rounded
+    matrices: frozenset[str]  # paths of the matrices to round
 
     def rules(self, config: ModelConfig, layer: int) -> list[Leaf]:
         table = layer_leaves(config, f"model.layers.{layer}")
@@ -128,8 +131,8 @@ class LayerOutline:
 def _outline(config: ModelConfig, number: int, dtype: str) -> LayerOutline:
     layer = nnx.eval_shape(lambda: Layer(config, number, tp=1, axis=None, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(layer)
-    found, treedef = jax.tree_util.tree_flatten_with_path(state)
-    weights, paths = WeightFormat(dtype), [dotted(path) for path, _ in found]
+    flattened, treedef = jax.tree_util.tree_flatten_with_path(state)
+    weights, paths = WeightFormat(dtype), [dotted(path) for path, _ in flattened]
     matrices = (path for path in _matrices(layer) if weights.of(f"{number}.{path}") == dtype)
     return LayerOutline(graphdef, treedef, paths, frozenset(matrices))
 
@@ -139,7 +142,7 @@ def _matrices(layer: Layer) -> dict[str, Weight]:
 
 
 class LayerPrograms:
-    """What is compiled once for all layers that are alike."""
+    """The compiled programs that all layers of one kind share."""
 
     def __init__(
         self,
@@ -154,12 +157,13 @@ class LayerPrograms:
         self.run = jax.jit(self._run, static_argnums=2)
         self.errors = jax.jit(self._errors)
 
-    def _run(self, leaves: list[Array], x: Array, kept: frozenset[str] | None) -> Array:
-        """The layer over x [T, hidden], all matrices rounded but `kept`, of which None is all and experts'."""
+    def _run(self, leaves: list[Array], x: Array, exact_paths: frozenset[str] | None) -> Array:
+        """Runs the layer over x [T, hidden] with all matrices rounded except those in `exact_paths`. None keeps every
+        matrix exact, experts included."""
         config, layer = self._config, self.outline.merge(leaves)
-        if kept is not None:
+        if exact_paths is not None:
             for path, weight in _matrices(layer).items():
-                stays = path in kept or path not in self.outline.matrices
+                stays = path in exact_paths or path not in self.outline.matrices
                 weight.become(MatrixForm(False, AS_ACTIVATIONS if stays else self._dtype))
             if isinstance(layer.mlp, ExpertMLP):
                 layer.mlp.become(MatrixForm(False, WeightFormat(self._dtype).of_experts))
@@ -169,34 +173,36 @@ class LayerPrograms:
         return layer(x, rotation, 0, self._attend_by(lambda _: config.attention(self._layer)))
 
     def _errors(self, leaves: list[Array], x: Array) -> dict[str, Array]:
-        """For each matrix, the relative change of what the layer adds to x when it alone is rounded."""
-        every = self.outline.matrices
-        exact = self._run(leaves, x, every)
+        """Returns for each matrix the relative change of what the layer adds to x when only that matrix is rounded."""
+        matrices = self.outline.matrices
+        exact = self._run(leaves, x, matrices)
         added = jnp.linalg.norm(exact - x)
-        return {path: jnp.linalg.norm(self._run(leaves, x, every - {path}) - exact) / added for path in sorted(every)}
+        return {
+            path: jnp.linalg.norm(self._run(leaves, x, matrices - {path}) - exact) / added for path in sorted(matrices)
+        }
 
 
 def _logits(source: Source, config: ModelConfig, dtype: str, full: Array, rounded: Array) -> tuple[Array, Array]:
-    """f32[T, V] of both streams; the head is rounded as served."""
+    """Returns the logits f32[T, V] of both streams; the rounded stream's head is rounded as in serving."""
     last = range(config.num_layers - 1, config.num_layers)
     norm, head = RMSNorm(config.hidden_size, config, jnp.float32), jnp.asarray(_leaf(source, config, last, "head"))
     norm.scale.set_value(jnp.asarray(_leaf(source, config, last, "norm.scale")))
     full, rounded = norm(full), norm(rounded)
     if WeightFormat(dtype).is_scaled:
         kernel, scale = quantized(head, dtype)
-        other = product(rounded, kernel, scale[:, 0], MatrixForm(True, dtype))
+        rounded = product(rounded, kernel, scale[:, 0], MatrixForm(True, dtype))
     else:
-        other = scored(rounded, head.astype(STORED[dtype]))
+        rounded = scored(rounded, head.astype(STORED[dtype]))
     cap = config.final_soft_cap
-    return soft_capped(scored(full, head), cap), soft_capped(other, cap)
+    return soft_capped(scored(full, head), cap), soft_capped(rounded, cap)
 
 
 def _leaf(source: Source, config: ModelConfig, layers: range, path: str) -> np.ndarray:
     return shard_of_leaf(source, stage_leaves(config, layers, 1)[path], 0, 1, np.float32)
 
 
-def _compared(full: Array, other: Array) -> tuple[float, float]:
-    """KL divergence in nats a token, and greedy agreement."""
-    ours, theirs = jax.nn.log_softmax(full), jax.nn.log_softmax(other)
+def _compared(full: Array, rounded: Array) -> tuple[float, float]:
+    """Returns (KL divergence in nats per token, greedy agreement)."""
+    ours, theirs = jax.nn.log_softmax(full), jax.nn.log_softmax(rounded)
     kl = jnp.mean(jnp.sum(jnp.exp(ours) * (ours - theirs), axis=-1))
-    return float(kl), float(jnp.mean(jnp.argmax(full, axis=-1) == jnp.argmax(other, axis=-1)))
+    return float(kl), float(jnp.mean(jnp.argmax(full, axis=-1) == jnp.argmax(rounded, axis=-1)))

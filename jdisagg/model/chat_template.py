@@ -1,4 +1,4 @@
-"""The model's own chat template: found in a folder, rendered in a sandbox with what `transformers` gives templates."""
+"""Finds a model's chat templates and renders them in a Jinja sandbox with the helpers that `transformers` provides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only shows its body."""
+    """Jinja's `{% generation %}` block, which marks assistant text for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -40,7 +40,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which a prompt must not have."""
+    """Replaces Jinja's `tojson` filter, which escapes HTML and would change the prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -58,7 +58,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: `chat_template.jinja` (and `additional_chat_templates/`), else the tokenizer's config."""
+    """Returns templates by name: `chat_template.jinja`, `additional_chat_templates/`, else the tokenizer config's."""
     templates = _listed(tokenizer_config.get("chat_template"), folder)
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
@@ -66,7 +66,8 @@ def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
 
 
 def _listed(found: Any, folder: Path) -> dict[str, str]:
-    """Every spelling of the tokenizer config's field: one template, several by name, or a list of both."""
+    """Returns the templates of the tokenizer config by name. The field is one template, a mapping or a list of {name,
+    template}."""
     if isinstance(found, list) and all(isinstance(each, dict) for each in found):
         found = {each.get("name"): each.get("template") for each in found}
     templates = {"default": found} if isinstance(found, str) else {} if found is None else found
@@ -77,7 +78,7 @@ def _listed(found: Any, folder: Path) -> dict[str, str]:
 
 
 class ChatTemplates:
-    """Compiled templates of one model, with its special tokens as variables (`bos_token`, `eos_token`, ...)."""
+    """The compiled templates of one model, with its special tokens as variables (`bos_token`, `eos_token`, ...)."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], place: str):
         self._place, self._special_tokens = place, dict(special_tokens)
@@ -93,11 +94,11 @@ class ChatTemplates:
         return "default" in self._templates
 
     def speaks_of(self, text: str) -> bool:
-        """Whether a template holds the text."""
         return any(text in each for each in self._texts)
 
     def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        """The prompt. Raises `RequestError` where there is no template, or where it refuses the messages."""
+        """Returns the rendered prompt. Raises `RequestError` if the model has no template or the template rejects the
+        messages."""
         wanted = "tool_use" if variables.get("tools") and "tool_use" in self._templates else "default"
         if wanted not in self._templates:
             raise RequestError(f"{self._place} has no chat template; send a plain prompt to completions", "messages")
@@ -106,35 +107,36 @@ class ChatTemplates:
             return self._templates[wanted].render(known)
         except SecurityError as error:
             raise CheckpointError(f"the chat template in {self._place} leaves its sandbox: {error}") from error
-        except Exception as error:  # a template is somebody's program, and what it was given a client's
+        except Exception as error:  # template code may raise anything for a client's messages
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
 
 
-# What clients write stays text: special tokens are the template's to set, whatever a message says.
+# Escaping of special tokens in client messages.
 #
-# A chat's prompt is one string in which the template's `<|im_end|>` and one that a client wrote look alike. So a mark
-# that nobody can guess is put before each special token that a client wrote; the tokenizer then reads only the unmarked
-# ones as special, and takes the marks away. A chat without such text has no marks, and is tokenized as it is.
+# In a rendered prompt the template's `<|im_end|>` and a client's look alike. An unguessable random mark is put before
+# each special token in a client's text. The tokenizer treats only unmarked ones as special and removes the marks.
+# A chat without such text has no marks and is tokenized unchanged.
 
-EDGE = "\ufdd1"  # before a mark: nothing is special across this place, and what follows may be
+EDGE = "\ufdd1"  # before a mark: no special token spans this position, but one may start after it
 SPACES = re.compile(r"\s*")
-SLICE = 16_384  # characters looked through at once: the interpreter is held no longer
+SLICE = 16_384  # characters searched per regex call, which bounds how long the interpreter lock is held
 
 
 class Part(NamedTuple):
-    """A piece of a prompt: a special token's id, or text in which nothing is special."""
+    """A segment of a prompt: a special token's id, or plain text."""
 
     token: int | None
     text: str
 
 
 def new_mark() -> str:
-    """Begins with a character that Unicode reserves for such things; the rest keeps a client from writing it."""
+    """Returns a random mark. The first character is a Unicode noncharacter; the random rest cannot be guessed by a
+    client."""
     return "\ufdd0" + secrets.token_hex(8)
 
 
 class SpecialText:
-    """The special tokens of a tokenizer as texts to look for."""
+    """The special tokens of a tokenizer, searchable in text."""
 
     def __init__(self, raw: tokenizers.Tokenizer) -> None:
         special = {each.content: (i, each) for i, each in raw.get_added_tokens_decoder().items() if each.special}
@@ -149,11 +151,10 @@ class SpecialText:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Any of them."""
         return re.compile(self._any)
 
     def marked(self, value: Any, mark: str) -> Any:
-        """`value` as JSON has them, with the mark before each special token in its texts, keys included."""
+        """Returns the JSON value with the mark before each special token in its strings, keys included."""
         match value:
             case str():
                 return self._edged(self._marked_text(value, mark), mark)
@@ -166,25 +167,26 @@ class SpecialText:
     def _marked_text(self, text: str, mark: str) -> str:
         if not any(start in text for start in self._starts):
             return text
-        cuts = [0, *self._places(text), len(text)]
+        cuts = [0, *self._token_offsets(text), len(text)]
         return mark.join(text[start:end] for start, end in itertools.pairwise(cuts))
 
     def _edged(self, text: str, mark: str) -> str:
-        """With marks also where an edge of the text is part of a special token, which its neighbour might complete."""
+        """Returns the text with marks at its ends where a special token could be completed by adjacent text."""
         edges = range(1, min(self._longest, len(text) + 1))
         before = EDGE + mark if any(text[:k] in self._tails for k in edges) else ""
         after = EDGE + mark if any(text[-k:] in self._heads for k in edges) else ""
         return before + text + after
 
-    def _places(self, text: str) -> Iterator[int]:
-        """Where special tokens begin, overlapping ones included."""
+    def _token_offsets(self, text: str) -> Iterator[int]:
+        """Yields the offsets where special tokens start, overlapping ones included."""
         for start in range(0, len(text), SLICE):
             for found in self._begins.finditer(text, start, start + SLICE + self._longest):
                 if found.start() < start + SLICE:
                     yield found.start()
 
     def parts(self, text: str, mark: str) -> list[Part]:
-        """A marked prompt in pieces, marks taken away. Tokens that swallow white space beside them do so here too."""
+        """Splits a marked prompt into segments without marks. Special tokens with lstrip or rstrip remove adjacent
+        white space."""
         escaped, parts, plain, at = re.escape(mark), list[Part](), "", 0
         for found in re.finditer(f"{EDGE}{escaped}|{escaped}((?:{self._any})?)|({self._any})", text):
             plain += text[at : found.start()] + (found[1] or "")
@@ -200,7 +202,7 @@ class SpecialText:
 
 
 def without_special(raw: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A copy to which special tokens are ordinary text, for parts that may stand in the middle of a prompt."""
+    """Returns a copy of the tokenizer that reads special tokens as plain text and adds no prefix space to a segment."""
     described = json.loads(raw.to_str())
     for each in _steps(described.get("pre_tokenizer")):
         if each.get("prepend_scheme") == "first":
@@ -211,22 +213,22 @@ def without_special(raw: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _steps(described: dict[str, Any] | None) -> Sequence[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as the list of those it is made of."""
+    """Returns a normalizer or pre-tokenizer as the list of its steps."""
     if described is None:
         return []
     return described.get("pretokenizers") or described.get("normalizers") or [described]
 
 
 LOSSLESS = {"ByteLevel", "Split", "Metaspace", "Digits", "Punctuation"}  # pre-tokenizers that drop no character
-NORMALIZERS = {"Prepend": 1, "NFC": 3, "NFKC": 4, "Replace": 1}  # how many bytes of text become one at the most
+NORMALIZERS = {"Prepend": 1, "NFC": 3, "NFKC": 4, "Replace": 1}  # maximum bytes of text that become one byte
 
 
 def most_bytes_a_token(raw: tokenizers.Tokenizer) -> int | None:
-    """Bytes of text that one token can stand for; None where that has no bound, as where unknown text is dropped."""
+    """Returns the maximum bytes of text for one token; None if unbounded, as when unknown text is dropped."""
     described = json.loads(raw.to_str())
     model, shrink = described["model"], 1
     for each in _steps(described.get("normalizer")):
-        if each["type"] not in NORMALIZERS or (each["type"] == "Replace" and not _keeps_length(each)):
+        if each["type"] not in NORMALIZERS or (each["type"] == "Replace" and not _keeps_byte_length(each)):
             return None
         shrink *= NORMALIZERS[each["type"]]
     for each in _steps(described.get("pre_tokenizer")):
@@ -239,6 +241,6 @@ def most_bytes_a_token(raw: tokenizers.Tokenizer) -> int | None:
     return shrink * max(len(token.encode()) for token in raw.get_vocab())
 
 
-def _keeps_length(replace: dict[str, Any]) -> bool:
+def _keeps_byte_length(replace: dict[str, Any]) -> bool:
     pattern = replace["pattern"].get("String")
     return pattern is not None and len(replace["content"].encode()) >= len(pattern.encode())

@@ -1,6 +1,6 @@
-"""A model wherever it lies, behind one name each for its numbers, its defaults and its weights.
+"""Opens a model's configuration, generation defaults and weights, whichever format they are stored in.
 
-A place is a Hugging Face folder, an Orbax folder or a GGUF file (`--load_format=random`: no weights at all).
+A model is a Hugging Face folder, an Orbax folder or a GGUF file. With `--load_format=random` no weights are read.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ from jdisagg.model.quantized.config import Scaled, read_quantization
 from jdisagg.model.quantized.source import QuantizedSource
 from jdisagg.model.sources import HFSource, RandomSource, Source, stored_channels
 
-# Orbax checkpoints of a model: tensors under their Hugging Face names, in chunks, so that a shard reads its own
-# part.
-#
-# A folder holds the weights in `weights/` and beside them the same files a Hugging Face folder has.
+# Orbax checkpoints: tensors under their Hugging Face names, stored in chunks so that a shard reads only its slice.
+# The weights are in `weights/`; the other files are those of a Hugging Face folder.
 
 WEIGHTS = "weights"
-CHUNK_BYTES = 16 << 20  # a chunk is the least that is read for a slice
+CHUNK_BYTES = 16 << 20  # a chunk is the smallest unit of a read
 
 
 class OrbaxSource:
-    """Slices of the tensors in `folder/weights`, read by tensorstore; nothing is ever read whole."""
+    """Slices of the tensors in `folder/weights`, read by tensorstore; no tensor is read whole."""
 
     def __init__(self, folder: str | Path):
         self._path = (Path(folder) / WEIGHTS).absolute()
@@ -85,7 +83,7 @@ def _metadata(path: Path) -> Any:
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             found = checkpointer.metadata(path).item_metadata
-    except Exception as error:  # whatever the JSON of a damaged checkpoint makes orbax raise
+    except Exception as error:  # orbax raises many types for damaged JSON
         raise CheckpointError(f"cannot read the Orbax checkpoint {path}: {first_line(error)}") from error
     if found is None or not isinstance(found.tree, dict) or not all(map(_is_array, found.tree.values())):
         raise CheckpointError(f"the Orbax checkpoint {path} is not a flat tree of named tensors")
@@ -108,19 +106,19 @@ Stored = HFSource | QuantizedSource | OrbaxSource | GGUFSource
 
 
 def read_model(place: str | Path) -> ModelConfig:
-    """The model's numbers. Raises `CheckpointError`."""
+    """Returns the model's configuration. Raises `CheckpointError`."""
     return gguf_config.model_config(read_gguf(place)) if is_gguf(place) else hf_config.read_config(place)
 
 
 def read_defaults(place: str | Path) -> GenerationDefaults:
-    """What the model says about ending and sampling. Raises `CheckpointError`."""
+    """Returns the model's end tokens and sampling defaults. Raises `CheckpointError`."""
     if is_gguf(place):
         return gguf_config.generation_defaults(read_gguf(place))
     return hf_config.read_generation_config(place)
 
 
 def open_source(place: str | Path, load_format: str, config: ModelConfig, seed: int = 0) -> Source:
-    """Weights of the model at `place`. "random" reads nothing: they follow from `seed` and `config` alone."""
+    """Returns the weights of the model at `place`. "random" reads no file: weights follow from `seed` and `config`."""
     if load_format == "random":
         return RandomSource(config, seed)
     if load_format == "hf":
@@ -131,10 +129,10 @@ def open_source(place: str | Path, load_format: str, config: ModelConfig, seed: 
 
 
 def stored_weights(place: str | Path, load_format: str, config: ModelConfig) -> WeightFormat | None:
-    """What products can take as the checkpoint stores it, and means it to be taken: with activations rounded as well.
+    """Returns the weight format of a checkpoint whose quantised matrices can be multiplied as stored.
 
-    None where that is nothing. Of a folder without weights, all matrices but the head are taken to be stored so.
-    Raises `CheckpointError`.
+    Such a checkpoint also quantises activations. Returns None if no matrix can be used as stored. A folder without
+    weights is assumed to store all matrices but the head so. Raises `CheckpointError`.
     """
     if load_format != "hf" or is_gguf(place) or not (Path(place) / "config.json").exists():
         return None
@@ -155,9 +153,10 @@ def stored_weights(place: str | Path, load_format: str, config: ModelConfig) -> 
 
 
 def storage_line(place: str | Path, dtype: str, weights: WeightFormat = AS_MADE) -> str | None:
-    """What weights that are stored quantised cost once they are dequantised to `dtype`; None where they are plain.
+    """Returns a line about the size of quantised weights in files and in memory; None if the weights are plain.
 
-    `weights` is what matrices are to hold, perhaps as they are stored.
+    `weights` is the requested format of the matrices, which may be the stored one. `dtype` is the dtype after
+    dequantisation.
     """
     source = stored_source(place)
     if not isinstance(source, QuantizedSource | GGUFSource):
@@ -169,32 +168,32 @@ def storage_line(place: str | Path, dtype: str, weights: WeightFormat = AS_MADE)
 
 
 def size_text(size_bytes: int) -> str:
-    """As 1.25 GiB, or in MiB where it is less than one."""
+    """Returns the size as "1.25 GiB", or in MiB below one GiB."""
     return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB else f"{size_bytes / (1 << 20):,.2f} MiB"
 
 
 def stored_source(place: str | Path) -> Stored:
-    """The weights that lie at `place`, whichever of the three kinds it is."""
+    """Returns the weights at `place`: GGUF, Orbax or Hugging Face."""
     if is_gguf(place):
         return GGUFSource(place)
     return OrbaxSource(place) if (Path(place) / WEIGHTS).is_dir() else _hf_source(Path(place))
 
 
 def _hf_source(folder: Path) -> HFSource | QuantizedSource:
-    """Of plain tensors, whatever the folder's are."""
+    """Returns a source of plain tensors, dequantising the folder's weights if they are quantised."""
     found = read_quantization(folder) if (folder / "config.json").exists() else None
     return HFSource(folder) if found is None else QuantizedSource(HFSource(folder), found)
 
 
 def weight_files(place: str | Path) -> list[Path]:
-    """The files that the weights are read from, but for an Orbax checkpoint's, in the order of their names."""
+    """Returns the files that hold the weights, sorted by name; Orbax files are not listed."""
     if is_gguf(place):
         return sorted({tensor.path for tensor in read_gguf(place).tensors.values()})
     return sorted(Path(place).glob("*.safetensors"))
 
 
 def why_no_model(place: Path) -> str | None:
-    """Why nothing at `place` can be a model, found out before anything of it is read; None where it may be one."""
+    """Returns the reason why `place` cannot be a model, without reading it; None if it may be one."""
     if is_gguf(place) or (place / "config.json").exists():
         return None
     if place.is_file():
@@ -203,18 +202,16 @@ def why_no_model(place: Path) -> str | None:
     return "there is no config.json in that folder" + (f"; name its file {found[0]}" if found else "")
 
 
-def read_sharing_vocabulary(folder: Path, vocab_size: int, said: str) -> ModelConfig:
-    """The numbers of a model that stands beside one of so many tokens; `said` names it in errors.
-
-    Raises CheckpointError where there is none, ConfigError where its tokens are not the other's.
-    """
+def read_sharing_vocabulary(folder: Path, vocab_size: int, label: str) -> ModelConfig:
+    """Returns the configuration of a model that must share a vocabulary of `vocab_size`; `label` names it in errors.
+    Raises CheckpointError if there is no model, ConfigError if its vocabulary differs."""
     why = why_no_model(folder)
     if why is not None:
-        raise CheckpointError(f"{said}: {why}")
+        raise CheckpointError(f"{label}: {why}")
     found = read_model(folder)
     if found.vocab_size != vocab_size:
         raise ConfigError(
-            f"{said} has a vocabulary of {found.vocab_size} tokens and the model beside it one of {vocab_size}: both"
+            f"{label} has a vocabulary of {found.vocab_size} tokens and the model beside it one of {vocab_size}: both"
             " must read the same tokens"
         )
     return found

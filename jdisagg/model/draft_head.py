@@ -1,17 +1,14 @@
-"""A head that guesses what a model draws, from the states that the model's own head takes (EAGLE: Li et al. 2024, arXiv
-2401.15077).
+"""An EAGLE draft head: one layer that predicts the target model's next hidden state (Li et al. 2024, arXiv 2401.15077).
 
-One layer behind all others. At position t it takes the state of position t - 1 and the token of t, and makes what the
-state of t is going to be; the model's own head says what follows. So the layer's keys and values are one more layer of
-the model's KV, whose entry t is a function of the tokens up to t, as those of every other layer are: its pages are
-written, kept, shipped and found again with theirs. Of a state that is nowhere any more (a chunk begins, or a sequence
-came from elsewhere) zeros are taken: it concerns how good one entry is, and never a token that is drawn.
+At position t the head takes the model's hidden state of position t - 1 and the token of t, and predicts the state of t.
+The model's own LM head turns that state into logits. The head's keys and values form one more layer of the model's KV:
+they are a function of the tokens up to t, so their pages are written, cached, shipped and reused with the model's. If
+the previous state is not available (a chunk starts, or the sequence came from another worker), zeros are used. This
+lowers the quality of one draft entry and never changes a generated token.
 
-A head may look back over fewer tokens than there are (`sliding_window` of its folder): one that learnt from short texts
-guesses worse from more than it ever saw at once.
-
-A head may guess among some tokens alone, those that its model draws most (Zhao et al. 2025, arXiv 2502.14856): `d2t` of
-the folder says which, each less its own place.
+A head may attend to a limited window (`sliding_window` in its folder), because a head trained on short texts drafts
+worse with longer contexts. A head may also draft from a subset of frequent tokens (Zhao et al. 2025, arXiv 2502.14856):
+`d2t` in the folder holds each token's id minus its index.
 """
 
 from __future__ import annotations
@@ -35,8 +32,8 @@ from jdisagg.model.checkpoint import why_no_model
 from jdisagg.model.files import read_json
 from jdisagg.model.hf_config import parse_config
 from jdisagg.model.names import Index, Leaf, Part, layer_leaves
-from jdisagg.model.network import Attend, Layer, normed, scored
-from jdisagg.model.norms import RMSNorm
+from jdisagg.model.network import Attend, Layer, scored
+from jdisagg.model.norms import RMSNorm, normed
 from jdisagg.model.params import (
     AXIS,
     AbstractStage,
@@ -61,13 +58,13 @@ ALIKE = ("vocab_size", "hidden_size", "num_kv_heads", "head_dim")
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The numbers of its one layer, which norms and biases it has, and the tokens it guesses among, None for all."""
+    """The configuration of a draft head: its one layer, its optional norms and biases, and its draft vocabulary."""
 
     layer: ModelConfig
     bias: bool = False
     input_norm: bool = True
     norm: bool = False
-    tokens: tuple[int, ...] | None = None  # ascending
+    tokens: tuple[int, ...] | None = None  # draft vocabulary, ascending; None: the whole vocabulary
 
     @property
     def num_tokens(self) -> int:
@@ -75,12 +72,12 @@ class HeadConfig:
 
 
 class DraftHead(nnx.Module):
-    """As one shard of `tp` sees it."""
+    """The module of a draft head as one of `tp` shards computes it."""
 
     def __init__(
         self, config: HeadConfig, *, embeds: bool, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
-        """embeds: whether it has the table of embeddings itself, its stage having none."""
+        """Builds the module. `embeds`: the head has its own embedding table because its stage has none."""
         size = config.layer.hidden_size
 
         def table(rows: int) -> nnx.Param:
@@ -101,7 +98,7 @@ class DraftHead(nnx.Module):
                 module.become(MatrixForm(out_first))
 
     def __call__(self, embedded: Array, states: Array, positions: Array, attend: Attend) -> Array:
-        """What the states after these tokens are going to be, of what they embed as and the states before them."""
+        """Returns the predicted states after these tokens, from their embeddings and the states before them."""
         x = self.fc(jnp.concatenate([embedded.astype(self.dtype), states.astype(self.dtype)], axis=-1))
         return normed(self.norm, self.layer(x, self.rotation(positions), 0, attend))
 
@@ -110,49 +107,50 @@ class DraftHead(nnx.Module):
         return rotations(positions, inverse_frequencies(self.config), scaling.attention_factor if scaling else 1.0)
 
     def scores(self, states: Array) -> Array | None:
-        """f32[..., tokens it guesses among]; None where those are all, which the model's own head scores."""
+        """Returns logits over the draft vocabulary, f32[..., num_tokens]; None if the model's own head scores all
+        tokens."""
         return None if self.rows is None else scored(states, self.rows[...])
 
 
-# ------------------------------------------------------------ where it lies
+# Configuration and weights in a folder.
 
 
 @dataclass(frozen=True)
 class HeadModel:
-    """A head, where its weights are, and where those are that it shares with its model."""
+    """A draft head with its weights and those of its target model, which it shares in part."""
 
     source: Source
     config: HeadConfig
     model: Source
 
 
-def read_head(folder: Path, model: ModelConfig, said: str) -> HeadConfig:
-    """The head in `folder`, for a model of these numbers; `said` names it in errors.
-
-    Raises CheckpointError where there is none, ConfigError where it is another model's.
-    """
+def read_head(folder: Path, model: ModelConfig, label: str) -> HeadConfig:
+    """Returns the configuration of the head in `folder` for the target `model`; `label` names it in errors. Raises
+    CheckpointError if there is no head, ConfigError if it belongs to another model."""
     why = why_no_model(folder)
     if why is not None:
-        raise CheckpointError(f"{said}: {why}")
+        raise CheckpointError(f"{label}: {why}")
     if model.latent or model.sinks or model.embedding_scale != 1.0 or model.norms != "before":
-        raise ConfigError(f"{said}: heads are for models of plain attention, and this one is a {model.family}")
+        raise ConfigError(f"{label}: heads are for models of plain attention, and this one is a {model.family}")
     found, source = _layer_config(folder), HFSource(folder)
     for name in ALIKE:
         own, other = getattr(found, name), getattr(model, name)
         if own != other:
-            raise ConfigError(f"{said} has a {name} of {own} and the model one of {other}: it is another model's head")
+            raise ConfigError(f"{label} has a {name} of {own} and the model one of {other}: it is another model's head")
     if source.shape(FC) is None:
-        raise CheckpointError(f"{said} has no tensor {FC}: it is no EAGLE head")
+        raise CheckpointError(f"{label} has no tensor {FC}: it is no EAGLE head")
     if found.num_layers != 1 or found.experts or found.latent:
-        raise ConfigError(f"{said} has {found.num_layers} layers of a {found.family}: heads of one plain layer are run")
-    tokens = read_tokens(source, model.vocab_size, said)
+        raise ConfigError(
+            f"{label} has {found.num_layers} layers of a {found.family}: heads of one plain layer are run"
+        )
+    tokens = read_tokens(source, model.vocab_size, label)
     parts = source.shape(FC_BIAS), source.shape(INPUT_NORM), source.shape(NORM)
     return HeadConfig(found, *(part is not None for part in parts), tokens=tokens)
 
 
 def _layer_config(folder: Path) -> ModelConfig:
-    """A head's architecture may be called after its model's, with EAGLE behind. Its window counts whatever the family,
-    unless it says that it does not (`use_sliding_window`)."""
+    """Reads the configuration of the head's layer. The architecture may have the suffix "Eagle". The window applies to
+    any family unless `use_sliding_window` is false."""
     fields = read_json(folder / "config.json")
     names = fields.get("architectures")
     if isinstance(names, list):
@@ -166,20 +164,21 @@ def _layer_config(folder: Path) -> ModelConfig:
     return replace(found, layer_windows=(window,) * found.num_layers)
 
 
-def read_tokens(source: Source, vocab_size: int, said: str) -> tuple[int, ...] | None:
-    """Those it guesses among. Raises ConfigError."""
+def read_tokens(source: Source, vocab_size: int, label: str) -> tuple[int, ...] | None:
+    """Returns the draft vocabulary; None if it is the whole one. Raises ConfigError."""
     shape = source.shape(TOKENS)
     if shape is None:
         return None
     tokens = source.read(TOKENS, tuple(slice(0, size) for size in shape)).astype(np.int64)
     tokens = tokens + np.arange(len(tokens))
     if not len(tokens) or np.any(np.diff(tokens) <= 0) or tokens[0] < 0 or tokens[-1] >= vocab_size:
-        raise ConfigError(f"{said}: {TOKENS} names {len(tokens)} tokens that are not ascending ones of {vocab_size}")
+        raise ConfigError(f"{label}: {TOKENS} names {len(tokens)} tokens that are not ascending ones of {vocab_size}")
     return tuple(tokens.tolist())
 
 
-class _Shared:
-    """The head's own tensors, and those of its model that it needs, by the names that its leaves are made by."""
+class _SharedHeadSource:
+    """The head's tensors together with the target model's embedding and LM head rows, by the names of the head's
+    leaves."""
 
     def __init__(self, head: HeadModel) -> None:
         self._own, self._model, self._tokens = head.source, head.model, head.config.tokens
@@ -212,7 +211,7 @@ class _Shared:
 
 @dataclass(frozen=True)
 class HeadParams:
-    """A head's weights, as `StageParams`."""
+    """The weights of a draft head on a mesh."""
 
     graphdef: nnx.GraphDef
     treedef: object
@@ -225,12 +224,12 @@ class HeadParams:
 
 
 def load_head(head: HeadModel, mesh: Mesh, dtype: DTypeLike, embeds: bool, out_first: bool | None = None) -> HeadParams:
-    """Its weights cut for the shards of `mesh`; out_first: as of `load_stage`. Raises MissingTensor, WrongShape,
-    WrongDtype."""
+    """Loads the head's weights, cut for the shards of `mesh`. `out_first` is as in `load_stage`. Raises MissingTensor,
+    WrongShape, WrongDtype."""
     tp, config = mesh.size, head.config
     out_first = layout_of(mesh.devices.flat[0].platform) if out_first is None else out_first
     abstract = _abstract(config, tp, dtype, embeds, out_first)
-    table, source = head_leaves(config), _Shared(head)
+    table, source = head_leaves(config), _SharedHeadSource(head)
     rules = abstract.rules(table)
     check_leaves(source, rules)
     specs, shapes = placed_leaves(abstract, rules, StageSpec(config.layer, range(1), mesh, dtype))
@@ -254,7 +253,7 @@ def _abstract(config: HeadConfig, tp: int, dtype: DTypeLike, embeds: bool, out_f
 
 
 def head_leaves(config: HeadConfig) -> dict[str, Leaf]:
-    """Every leaf that a head can have, by its path; names of its tensors are those that EAGLE's folders have."""
+    """Returns every leaf that a head can have, by path, with the tensor names of EAGLE checkpoints."""
     size, rows = config.layer.hidden_size, config.layer.vocab_size
     return {
         **{f"layer.{path}": leaf for path, leaf in layer_leaves(config.layer, "layers.0").items()},
@@ -267,7 +266,7 @@ def head_leaves(config: HeadConfig) -> dict[str, Leaf]:
 
 
 def head_bytes(config: HeadConfig, tp: int, dtype: str) -> int:
-    """Of one of `tp` devices, with the tables it may hold beside its stage's."""
+    """Returns the bytes of the head on one of `tp` devices, including the tables it may add to its stage's."""
     layer, size = config.layer, config.layer.hidden_size
     rows = layer.vocab_size + (config.num_tokens if config.tokens is not None else 0)
     return (layer.layer_params(tp) + 2 * size * size + rows * size) * DTYPE_BYTES[dtype]

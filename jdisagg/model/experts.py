@@ -1,8 +1,8 @@
-"""A mixture of experts in place of an MLP: every token is routed on the device to a few of many gated MLPs.
+"""A mixture of experts (MoE) layer: each token is routed on the device to `per_token` gated MLPs.
 
-The experts are spread over the shards, each of which computes its own for all tokens, beside its part of the MLP that
-all tokens share; one sum over the shards joins them. Shapes depend on the number of tokens alone, never on where they
-are sent, and what a token's row holds matters to no other row.
+The experts are spread over the shards. Each shard computes its own experts for all tokens, plus its part of the shared
+MLP; one psum adds the results. Shapes depend only on the number of tokens, never on the routing, and a token's output
+does not depend on other rows of the batch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from jdisagg.model.products import MatrixForm
 from jdisagg.model.sources import ScaledSource, Source, StoredChannels
 from pallas_kernels import grouped_product
 
-Gate = Callable[[Array, Array], Array]  # (gate channels, up channels) -> what goes down
-Routed = Callable[[Array], None]  # is told the experts of each token, i32[T, per_token]
-ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss' gate
+Gate = Callable[[Array, Array], Array]  # (gate channels, up channels) -> input of the down projection
+Routed = Callable[[Array], None]  # receives the experts of each token, i32[T, per_token]
+ALPHA, LIMIT = 1.702, 7.0  # constants of gpt-oss' gate
 MATRICES = ("gate_up", "down")
-TINY = 1e-20  # added to the sum of a token's weights, which a sigmoid may make 0
+TINY = 1e-20  # added to the sum of a token's expert weights, which can be 0 with a sigmoid router
 
 
 def route(experts: Experts, logits: Array, correction: Array | None = None) -> tuple[Array, Array]:
-    """f32[T, E] -> the experts of each token i32[T, per_token], and their weights f32. Of equals the first is taken."""
+    """Returns the experts of each token i32[T, per_token] and their weights f32, from router logits f32[T, E]. Ties go
+    to the lower expert index."""
     if experts.router == "chosen":
         values, chosen = jax.lax.top_k(logits, experts.per_token)
         return chosen, jax.nn.softmax(values, axis=-1)
@@ -49,7 +50,7 @@ def route(experts: Experts, logits: Array, correction: Array | None = None) -> t
 
 
 def _within_groups(experts: Experts, wanted: Array) -> Array:
-    """f32[T, E], -inf for the experts of all groups but the best (DeepSeek-V2, 2024, section 2.2.2)."""
+    """Returns f32[T, E] with -inf for experts outside the best groups (DeepSeek-V2, 2024, section 2.2.2)."""
     if experts.groups == 1:
         return wanted
     grouped = wanted.reshape(len(wanted), experts.groups, -1)
@@ -60,18 +61,17 @@ def _within_groups(experts: Experts, wanted: Array) -> Array:
 
 
 def clamped_swiglu(gate: Array, up: Array) -> Array:
-    """gpt-oss' gate: both are clamped, the sigmoid is steeper, and up counts from -1."""
+    """Computes gpt-oss' gate: clamped inputs, a steeper sigmoid, and 1 added to the up channels."""
     gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
     return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
 
 
 class ExpertMLP(nnx.Module):
-    """This shard's experts, gate channels before up channels; the router is on every shard.
+    """One shard's experts, with gate channels before up channels; every shard has the whole router.
 
-    Matrices are made [experts, in, out] in the dtype of activations; `become` gives them a machine's form.
-
-    gate: of experts that do not clamp theirs. shared: this shard's part of the MLP of every token, without an axis of
-    its own: its partial sum joins the experts'.
+    Matrices are created as [experts, in, out] in the activation dtype; `become` converts them to a platform's layout.
+    `gate` is the activation of experts that are not clamped. `shared` is this shard's part of the shared MLP; it has no
+    axis of its own because its partial sum is reduced with the experts'.
     """
 
     def __init__(
@@ -91,23 +91,23 @@ class ExpertMLP(nnx.Module):
         self.form = MatrixForm()
         self.gate = clamped_swiglu if self.experts.clamped else gate
 
-        def drawn(scale: float, *shape: int, dtype: DTypeLike = dtype) -> nnx.Param:
+        def normal(scale: float, *shape: int, dtype: DTypeLike = dtype) -> nnx.Param:
             return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
 
         def zeros(there: bool, *shape: int, dtype: DTypeLike = dtype) -> nnx.Param | None:
             return nnx.Param(jnp.zeros(shape, dtype)) if there else None
 
-        # The choice of experts is a step function: what feeds it stays in f32, whatever the other weights are.
-        self.router = drawn(hidden**-0.5, self.experts.number, hidden, dtype=jnp.float32)
+        # The choice of experts is a step function, so the router stays in f32 whatever dtype the other weights have.
+        self.router = normal(hidden**-0.5, self.experts.number, hidden, dtype=jnp.float32)
         self.router_bias = zeros(self.experts.router_bias, self.experts.number, dtype=jnp.float32)
         self.correction = zeros(self.experts.router == "sigmoid", self.experts.number, dtype=jnp.float32)
-        self.gate_up = drawn(hidden**-0.5, held, hidden, 2 * width)
+        self.gate_up = normal(hidden**-0.5, held, hidden, 2 * width)
         self.gate_up_bias = zeros(self.experts.bias, held, 2 * width)
-        self.down = drawn((2 * config.num_layers * width) ** -0.5, held, width, hidden)
+        self.down = normal((2 * config.num_layers * width) ** -0.5, held, width, hidden)
         self.down_bias = zeros(self.experts.bias, held, hidden)
 
     def become(self, form: MatrixForm) -> None:
-        """The same experts in another form, which is of full numbers."""
+        """Converts the matrices in place to another form, which must not be quantised."""
         assert self.form == MatrixForm() and not form.is_scaled, (self.form, form)
         for name in MATRICES:
             matrices = getattr(self, name)[...]
@@ -131,11 +131,11 @@ class ExpertMLP(nnx.Module):
         return logits if self.router_bias is None else logits + self.router_bias[...][None, :]
 
     def _routed(self, x: Array, chosen: Array, weights: Array) -> Array:
-        """What this shard's experts make of x [T, hidden]; a token's experts of other shards add nothing here."""
+        """Returns the weighted sum of this shard's experts for x [T, hidden]; experts of other shards add nothing."""
         held = self.gate_up[...].shape[0]
         first = 0 if self.axis is None else jax.lax.axis_index(self.axis) * held
         local = (chosen - first).reshape(-1)
-        local = jnp.where((local >= 0) & (local < held), local, held)  # those of other shards come last
+        local = jnp.where((local >= 0) & (local < held), local, held)  # experts of other shards sort last
         order = jnp.argsort(local, stable=True)
         sizes = jnp.sum(local[:, None] == jnp.arange(held)[None, :], axis=0, dtype=jnp.int32)
         y = self._expert_rows(x[order // self.experts.per_token], sizes, local[order])
@@ -144,7 +144,8 @@ class ExpertMLP(nnx.Module):
         return jnp.sum(y.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
 
     def _expert_rows(self, x: Array, sizes: Array, group: Array) -> Array:
-        """x [T * per_token, hidden], sorted by expert; rows of other shards' experts give zeros and at most a bias."""
+        """Runs the experts over x [T * per_token, hidden], sorted by expert. Rows for other shards' experts give zeros
+        or a bias; the caller masks them."""
         product = partial(grouped_product, sizes=sizes, out_first=self.form.out_first)
         gate, up = jnp.split(_biased(product(x, self.gate_up[...]), self.gate_up_bias, group), 2, axis=1)
         return _biased(product(self.gate(gate, up), self.down[...]), self.down_bias, group)
@@ -158,19 +159,17 @@ def _value(param: nnx.Param | None) -> Array | None:
     return None if param is None else param[...]
 
 
-# Checkpoints whose experts are one tensor for each matrix, read by the names of those where each expert has its
-# own.
+# Checkpoints that store all experts of a layer in one tensor per matrix.
 #
-# transformers 5 writes either: `mlp.experts.gate_up_proj` [experts, 2 * width, hidden], gate rows before up rows,
-# and `mlp.experts.down_proj` [experts, hidden, width] are what it computes with, and are split on saving unless
-# told not to.
+# transformers 5 computes with `mlp.experts.gate_up_proj` [experts, 2 * width, hidden], gate rows before up rows, and
+# `mlp.experts.down_proj` [experts, hidden, width]. On saving it splits them per expert unless configured otherwise.
 
-BLOCK = "mlp"  # what transformers calls every family's experts by
+BLOCK = "mlp"  # transformers' name of the block for every family
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 
 class FusedExperts:
-    """`source`, with a tensor for each expert in place of one of all."""
+    """A source that presents fused expert tensors as one tensor per expert."""
 
     def __init__(self, source: Source, config: ModelConfig):
         assert config.experts is not None, config
@@ -192,7 +191,8 @@ class FusedExperts:
         return self._source.place
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Raises `MissingTensor`, `WrongShape` of the tensor of all experts: an expert's own name is in no file."""
+        """Returns the shape of a tensor. For an expert's matrix, raises `MissingTensor` or `WrongShape` about the fused
+        tensor."""
         stored, expert, rows = self._stored(name)
         found = self._source.shape(stored)
         if expert is None:
@@ -220,7 +220,7 @@ class FusedExperts:
         return self._source.channels(stored) if expert is None and isinstance(self._source, ScaledSource) else None
 
     def _stored(self, name: str) -> tuple[str, int | None, range]:
-        """Its name in the checkpoint; for an expert's matrix also which it is, and its rows."""
+        """Returns (stored name, expert index, rows); the index is None for tensors that are not an expert's."""
         found = self._expert.fullmatch(name)
         if found is None:
             return name.replace(self._block, f".{BLOCK}."), None, range(0)
@@ -229,7 +229,7 @@ class FusedExperts:
 
 
 def with_split_experts(source: Source, config: ModelConfig) -> Source:
-    """`source` as the leaves' names ask for it, whichever way its experts are stored."""
+    """Returns a source with one tensor per expert, whichever way `source` stores them."""
     sparse = [layer for layer in range(config.num_layers) if config.is_sparse(layer)]
     if not sparse or EXPERT_NAMES[config.family].fused:
         return source

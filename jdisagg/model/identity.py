@@ -1,7 +1,7 @@
-"""Computes the identity of a model from every byte of its files, and keeps digests of files for the next start.
+"""Computes the identity of a model from every byte of its files, and caches file digests for the next start.
 
-Blocks of all files are hashed side by side. A kept digest counts for as long as the file's path, size, inode, mtime and
-ctime are what they were; a cache that is damaged or cannot be written costs the time to read the files again.
+Blocks of all files are hashed in parallel. A cached digest is valid while the file's path, size, inode, mtime and ctime
+are unchanged. If the cache is damaged or cannot be written, the files are read again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from jdisagg.model.sources import INDEX_FILE
 CONFIG_FILES = ("config.json", "generation_config.json", MODELOPT_FILE)
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    *("config.json", "generation_config.json"),  # they say which tokens end an answer
+    *("config.json", "generation_config.json"),  # they contain the end tokens
 )
-TIMESTAMPS_FILE = "_CHECKPOINT_METADATA"  # of Orbax: when it was written, and nothing about the arrays
+TIMESTAMPS_FILE = "_CHECKPOINT_METADATA"  # Orbax's write times, which do not depend on the arrays
 RANDOM, ORBAX = "random", "orbax"
 BLOCK_BYTES = 16 << 20
 MOST_THREADS = 16
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class FileState(NamedTuple):
-    """What tells whether a file may have changed since it was read."""
+    """The file attributes that show whether a file may have changed."""
 
     size: int
     inode: int
@@ -72,13 +72,13 @@ class ModelFiles:
     place: Path
     config: ModelConfig | HeadConfig
     load_format: str = "hf"
-    seed: int = 0  # of random weights
+    seed: int = 0  # for random weights
     tokenizer: Path | None = None  # the folder or GGUF file of the tokenizer; None for a draft, which has none
-    cache: Path | None = None  # the folder that keeps digests between starts; None keeps none
+    cache: Path | None = None  # the folder of the digest cache; None: no cache
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """Reads every byte once, or finds the digests in the cache. Raises CheckpointError."""
+        """Computes the identity from every byte, or from cached digests. Raises CheckpointError."""
         digests = self._digests
         return ModelIdentity(
             self._weights_digest(digests),
@@ -87,7 +87,7 @@ class ModelFiles:
         )
 
     def check_unchanged(self) -> None:
-        """Raises CheckpointError if a weight file is another one than when the identity was computed."""
+        """Raises CheckpointError if a weight file changed after the identity was computed."""
         for path in self._weight_files.values():
             before, now = self._states[path], FileState.of(path)
             if before._replace(ctime_ns=now.ctime_ns) != now:
@@ -108,12 +108,14 @@ class ModelFiles:
             files = [path for path in folder.rglob("*") if not path.is_dir() and path.name != TIMESTAMPS_FILE]
             return {path.relative_to(folder).as_posix(): path for path in sorted(files)}
         files = weight_files(self.place)
-        return {path.name: path for path in files} | ({} if is_gguf(self.place) else _there(self.place, (INDEX_FILE,)))
+        return {path.name: path for path in files} | (
+            {} if is_gguf(self.place) else _existing(self.place, (INDEX_FILE,))
+        )
 
     @cached_property
     def _config_files(self) -> dict[str, Path]:
-        """Returns the configuration's files; that of a GGUF file is part of it, and read by the program."""
-        return {} if is_gguf(self.place) else _there(self.place, CONFIG_FILES)
+        """Returns the configuration's files by name; a GGUF file's configuration is part of the parsed config."""
+        return {} if is_gguf(self.place) else _existing(self.place, CONFIG_FILES)
 
     @cached_property
     def _tokenizer_files(self) -> dict[str, Path]:
@@ -123,7 +125,7 @@ class ModelFiles:
         if is_gguf(place):
             return {place.name: place}
         templates = sorted((place / "additional_chat_templates").glob("*.jinja"))
-        return _there(place, TOKENIZER_FILES) | {f"{path.parent.name}/{path.name}": path for path in templates}
+        return _existing(place, TOKENIZER_FILES) | {f"{path.parent.name}/{path.name}": path for path in templates}
 
     @cached_property
     def _paths(self) -> list[Path]:
@@ -137,8 +139,8 @@ class ModelFiles:
     @cached_property
     def _digests(self) -> dict[Path, bytes]:
         """Finds the digest of each file in the cache or computes it. Raises CheckpointError."""
-        states, kept = self._states, DigestCache(self.cache)
-        known = kept.find(states)
+        states, cached = self._states, DigestCache(self.cache)
+        known = cached.find(states)
         missing = [path for path in self._paths if path not in known]
         began_s = time.monotonic()
         computed = hash_files({path: states[path].size for path in missing})
@@ -151,11 +153,11 @@ class ModelFiles:
             later = "every start reads them" if self.cache is None else "the next start reads none that stay the same"
             log.warning("the fingerprint of %s: read %d bytes in %.1f s; %s", self.place, size, took_s, later)
         if missing:
-            kept.keep(states, known | computed)
+            cached.keep(states, known | computed)
         return known | computed
 
 
-def _there(folder: Path, names: Sequence[str]) -> dict[str, Path]:
+def _existing(folder: Path, names: Sequence[str]) -> dict[str, Path]:
     """Returns those of the named files that exist, by name."""
     return {name: folder / name for name in names if (folder / name).exists()}
 
@@ -174,7 +176,7 @@ def _combined(domain: str, parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-# ------------------------------------------------------------ reading
+# Hashing of files.
 
 
 def hash_files(sizes: Mapping[Path, int]) -> dict[Path, bytes]:
@@ -208,18 +210,18 @@ def _hash_block(path: Path, start: int) -> bytes:
     return digest.digest()
 
 
-# ------------------------------------------------------------ between starts
+# Cache of digests between starts.
 
 
 class DigestCache:
-    """Keeps the digests of files by their absolute paths, in one JSON file of the cache folder."""
+    """A cache of file digests by absolute path, in one JSON file of the cache folder."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Keeps nothing if `folder` is None."""
+        """Disables the cache if `folder` is None."""
         self._file = folder / CACHE_FILE if folder is not None else None
 
     def find(self, states: Mapping[Path, FileState]) -> dict[Path, bytes]:
-        """Returns the digests of files that are as they were; nothing if the cache cannot be read."""
+        """Returns the digests of unchanged files; nothing if the cache cannot be read."""
         entries, found = self._read(), dict[Path, bytes]()
         for path, state in states.items():
             entry = entries.get(str(path.absolute()))
@@ -228,10 +230,8 @@ class DigestCache:
         return found
 
     def keep(self, states: Mapping[Path, FileState], digests: Mapping[Path, bytes]) -> None:
-        """Adds the digests of files that did not change just now, and drops those of files that are gone.
-
-        A failure costs the next start its time.
-        """
+        """Adds the digests of files that did not change just now, and drops those of deleted files. A failure is
+        logged; the next start reads the files again."""
         if self._file is None:
             return
         settled_ns = time.time_ns() - SETTLED_NS
@@ -252,7 +252,7 @@ class DigestCache:
                 os.unlink(temporary)
 
     def _read(self) -> dict[str, Any]:
-        """Returns the kept entries by path: size, inode, mtime, ctime and the digest in hexadecimal digits."""
+        """Returns the cached entries by path: size, inode, mtime, ctime and the digest in hexadecimal."""
         try:
             stored = json.loads(self._file.read_text(encoding="utf-8")) if self._file is not None else {}
             files = stored["files"] if stored and stored["version"] == CACHE_VERSION else {}
@@ -262,7 +262,7 @@ class DigestCache:
 
 
 def _read_digest(text: Any) -> bytes:
-    """Returns the bytes of a kept digest, none if it is damaged."""
+    """Returns the bytes of a cached digest; empty if it is damaged."""
     try:
         digest = bytes.fromhex(text)
     except (ValueError, TypeError):

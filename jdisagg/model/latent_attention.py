@@ -1,4 +1,4 @@
-"""Multi-head latent attention as a layer has it; what its queries and latents are is in `latents.py`."""
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), with absorbed or expanded queries."""
 
 from __future__ import annotations
 
@@ -18,57 +18,53 @@ from jdisagg.model.norms import RMSNorm, normed
 from jdisagg.model.rope import Rotation, rotate
 from jdisagg.model.weight import Weight, summed
 
-# Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): queries over latents, absorbed or expanded.
+# The KV cache holds one row per token: its latent (R elements) and a rotated key that all heads share. A head's key is
+# computed from the latent by N rows of `up`, its value by V rows. A query can attend in two ways with the same result:
 #
-# What is kept of a token is one row, its latent (R numbers) and a rotated key that all heads share. A head's key
-# is made of the latent by N rows of `up`, its value by V rows. So a query may attend in two ways, with the same
-# result:
-#
-# * *absorbed*: the head's query is multiplied by the rows that make keys, attends to the rows as they are, and
-# what it   mixes is multiplied by the rows that make values. A pair of query and key costs 2 (2 R + rotated), a
-# token's query   2 R (N + V), and nothing is ever made of the tokens that are held. * *expanded*: keys and values
-# of all heads are made of every row, for 2 R (N + V) each. A pair then costs   2 (N + rotated + V), less than a
-# third of the other in DeepSeek-V3.
+# * Absorbed: the query is multiplied by the key rows of `up` and attends to cached rows directly; the weighted sum of
+#   latents is then multiplied by the value rows. A query-key pair of one head costs 2 (2 R + rotated) FLOPs and a
+#   query 2 R (N + V). Cached tokens are never expanded.
+# * Expanded: keys and values of all heads are computed from every row, for 2 R (N + V) FLOPs a head. A pair then costs
+#   2 (N + rotated + V), less than a third of the absorbed cost in DeepSeek-V3.
 
 
 class LatentQueries(NamedTuple):
-    """Queries of some rows, and what keys and values are made by."""
+    """The queries of some rows, and the matrix that expands latents to keys and values."""
 
-    nope: Array  # [..., H, N], of what is not rotated
+    nope: Array  # [..., H, N]: the part that is not rotated
     rope: Array  # [..., H, rotated]
-    up: Array  # [H, N + V, R]: rows that make a head's key, then those that make its value
+    up: Array  # [H, N + V, R]: a head's key rows, then its value rows
 
     def of(self, rows: slice) -> LatentQueries:
-        """Some of the rows."""
         return LatentQueries(self.nope[rows], self.rope[rows], self.up)
 
     @property
     def key_size(self) -> int:
-        """Numbers of a key that was made of a latent."""
+        """Size of an expanded key of one head."""
         return self.nope.shape[-1] + self.rope.shape[-1]
 
     @property
     def value_size(self) -> int:
-        """Numbers of a value."""
+        """Size of an expanded value of one head."""
         return self.up.shape[1] - self.nope.shape[-1]
 
     @property
     def whole(self) -> Array:
-        """[..., H, N + rotated], for keys that were made of latents."""
+        """Queries over expanded keys, [..., H, N + rotated]."""
         return jnp.concatenate([self.nope, self.rope], axis=-1)
 
     @property
     def absorbed(self) -> Array:
-        """[..., H, R + rotated], for rows as they are kept."""
+        """Queries over cached rows, [..., H, R + rotated]."""
         keys = self.up[:, : self.nope.shape[-1]]
         return jnp.concatenate([jnp.einsum("...hn,hnr->...hr", self.nope, keys), self.rope], axis=-1)
 
     def values_of(self, mixed: Array) -> Array:
-        """Mixtures of latents [..., H, R] -> of values [..., H, V]."""
+        """Returns values [..., H, V] from weighted sums of latents [..., H, R]."""
         return jnp.einsum("...hr,hvr->...hv", mixed, self.up[:, self.nope.shape[-1] :])
 
     def expanded(self, rows: Array) -> tuple[Array, Array]:
-        """Rows as they are kept [..., R + rotated] -> keys [..., H, N + rotated] and values [..., H, V]."""
+        """Expands cached rows [..., R + rotated] to keys [..., H, N + rotated] and values [..., H, V]."""
         rank, split = self.up.shape[2], self.nope.shape[-1]
         made = jnp.einsum("...r,hmr->...hm", rows[..., :rank], self.up)
         shared = jnp.broadcast_to(rows[..., None, rank:], (*made.shape[:-1], rows.shape[-1] - rank))
@@ -76,7 +72,7 @@ class LatentQueries(NamedTuple):
 
 
 def halves_of(x: Array) -> Array:
-    """[..., D] whose pairs are neighbours -> first numbers of all pairs, then second ones, as `rotate` takes them."""
+    """Reorders [..., D] from adjacent rotation pairs to first elements then second elements, as `rotate` needs."""
     return jax.lax.reshape(jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2), x.shape)
 
 
@@ -85,7 +81,7 @@ AttendLatents = Callable[[int, LatentQueries, Array, None, None], Array]
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention (`latents.py`); a shard has some of the heads, and every shard all of the latents."""
+    """Multi-head latent attention of one shard, which has some of the heads and all of the latents."""
 
     def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
         assert config.latent is not None
@@ -97,10 +93,10 @@ class LatentAttention(nnx.Module):
         self.q_up = weight(rank or hidden, self.heads * self.latent.q_head_dim, bias=False)
         self.kv_down = weight(hidden, self.latent.row_size, bias=config.qkv_bias)
         self.kv_norm = RMSNorm(self.latent.kv_lora_rank, latents, dtype)
-        up = self.heads * self.latent.up_size, self.latent.kv_lora_rank  # as the checkpoint has it: by heads
+        up = self.heads * self.latent.up_size, self.latent.kv_lora_rank  # [heads * (N + V), R] as in the checkpoint
         self.kv_up = nnx.Param(self.latent.kv_lora_rank**-0.5 * jax.random.normal(rngs.params(), up, dtype))
         self.out = weight(self.heads * self.latent.v_head_dim, hidden, bias=config.o_bias)
-        self.looped = False  # nothing is to be kept apart here
+        self.looped = False  # no barrier is needed here, unlike in `Attention`
 
     def __call__(self, x: Array, rotation: Rotation, layer: int, attend: AttendLatents) -> Array:
         latent, split = self.latent, [self.latent.qk_nope_head_dim]

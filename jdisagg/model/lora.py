@@ -1,7 +1,8 @@
-"""An adapter's folder as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors`, read and checked.
+"""LoRA adapters: reads PEFT folders (`adapter_config.json`, `adapter_model.safetensors`), and applies adapters per
+batch row.
 
-What would change what an adapter means and is not served is refused by name: weights that depend on the base's
-(DoRA, PiSSA), whole modules beside the matrices, biases, layers that are repeated.
+Features that would change an adapter's meaning and are not supported are refused by name: weights that depend on the
+base model's (DoRA, PiSSA), whole modules, biases and repeated layers.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from jdisagg.model.products import MatrixForm, product
 from jdisagg.model.sources import FLOATS, STORED
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-MOST_BYTES = 8 << 30  # of an adapter's weights
+MOST_BYTES = 8 << 30  # largest file of adapter weights
 LARGEST_RANK = 1024
 _MATRIX = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 SPARSE, SHARED = ("mlp.gate_up", "mlp.down"), "mlp.shared."
-# What PEFT writes where an adapter is more than two small matrices beside each it names, or other ones.
+# Keys of PEFT for adapters that are not plain pairs of low-rank matrices.
 OTHERWISE = (
     *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "layer_replication"),
     *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "fan_in_fan_out", "arrow_config"),
 )
-ABOUT_BASE = ("pissa", "olora", "corda")  # ways to begin that take something away from the base
+ABOUT_BASE = ("pissa", "olora", "corda")  # initialisations that modify the base weights
 
 
 class Pair(NamedTuple):
-    """What is added to one matrix: [out, rank] by [rank, in], scaled already. In f32."""
+    """The update of one matrix in f32: b [out, rank], already scaled, times a [rank, in]."""
 
     a: np.ndarray
     b: np.ndarray
@@ -53,10 +54,10 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """All of an adapter, on the host, by layer of the model and the name of a matrix in it, as "self_attn.q_proj"."""
+    """All pairs of an adapter in host memory, by layer of the model and matrix name, such as "self_attn.q_proj"."""
 
     adapter: Adapter
-    rank: int  # the largest
+    rank: int  # largest rank of its pairs
     pairs: Mapping[tuple[int, str], Pair]
 
     @property
@@ -65,7 +66,8 @@ class AdapterWeights:
 
 
 def adapted_leaves(config: ModelConfig, layer: int) -> dict[str, Leaf]:
-    """The matrices of a layer that adapters may add to, by their place in it, as "attention.qkv"; experts are none."""
+    """Returns the matrices of a layer that adapters can change, by path, such as "attention.qkv"; experts are
+    excluded."""
     found = {
         path.removesuffix(".kernel"): leaf
         for path, leaf in layer_leaves(config, "").items()
@@ -80,12 +82,12 @@ def adapted_leaves(config: ModelConfig, layer: int) -> dict[str, Leaf]:
 
 
 def target_of(part: Part) -> str:
-    """The name in its layer of the checkpoint's matrix, as "self_attn.q_proj"."""
+    """Returns a checkpoint matrix's name within its layer, such as "self_attn.q_proj"."""
     return part.name.strip(".").removesuffix(".weight")
 
 
 def identified(name: str, folder: str) -> Adapter:
-    """The adapter in `folder`, by what its files are now. Raises CheckpointError."""
+    """Returns the adapter in `folder`, identified by a digest of its files. Raises CheckpointError."""
     place = Path(folder).expanduser().resolve()
     digest = hashlib.blake2b(digest_size=16)
     if not place.is_dir():
@@ -101,21 +103,21 @@ def identified(name: str, folder: str) -> Adapter:
 
 
 def read_adapter(adapter: Adapter, model: ModelConfig, max_rank: int) -> AdapterWeights:
-    """Reads and checks it. Raises CheckpointError, which names the adapter, the field or tensor, and both values."""
+    """Reads and checks an adapter. Raises CheckpointError with the adapter, the field or tensor, and both values."""
     try:
         if identified(adapter.name, adapter.folder) != adapter:
             raise CheckpointError(f"the files of {adapter.folder} are others than when it was loaded; load it again")
-        settings = _Settings(Fields(read_json(Path(adapter.folder) / CONFIG_FILE), CONFIG_FILE))
+        settings = _AdapterSettings(Fields(read_json(Path(adapter.folder) / CONFIG_FILE), CONFIG_FILE))
         tensors = dict(_tensors(Path(adapter.folder) / WEIGHTS_FILE))
         pairs = _pairs(tensors, settings, _shapes(model), max_rank)
     except CheckpointError as error:
-        told = str(error)
-        raise type(error)(told if adapter.name in told else f"adapter {adapter.name}: {told}") from error
+        message = str(error)
+        raise type(error)(message if adapter.name in message else f"adapter {adapter.name}: {message}") from error
     return AdapterWeights(adapter, max(len(pair.a) for pair in pairs.values()), pairs)
 
 
-class _Settings:
-    """What `adapter_config.json` says of ranks and scales."""
+class _AdapterSettings:
+    """The ranks and scales of `adapter_config.json`."""
 
     def __init__(self, fields: Fields) -> None:
         kind = fields.word("peft_type")
@@ -126,8 +128,8 @@ class _Settings:
                 raise fields.wrong(key, "nothing of the kind: only plain LoRA is served")
         if fields.raw.get("bias") not in (None, "none"):
             raise fields.wrong("bias", '"none"')
-        begun = fields.raw.get("init_lora_weights")
-        if isinstance(begun, str) and begun.startswith(ABOUT_BASE):
+        initialisation = fields.raw.get("init_lora_weights")
+        if isinstance(initialisation, str) and initialisation.startswith(ABOUT_BASE):
             raise fields.wrong("init_lora_weights", "an adapter of the base as it is; PEFT can convert it to one")
         self.rank, self.rooted = fields.needed("r", LARGEST_RANK), fields.flag("use_rslora")
         alpha = fields.number("lora_alpha", -1e6, 1e6)
@@ -135,14 +137,14 @@ class _Settings:
         self.ranks, self.alphas = _pattern(fields, "rank_pattern"), _pattern(fields, "alpha_pattern")
 
     def rank_of(self, module: str) -> int:
-        return int(_matched(self.ranks, module, self.rank))
+        return int(_first_match(self.ranks, module, self.rank))
 
     def scale_of(self, module: str, rank: int) -> float:
-        return _matched(self.alphas, module, self.alpha) / (sqrt(rank) if self.rooted else rank)
+        return _first_match(self.alphas, module, self.alpha) / (sqrt(rank) if self.rooted else rank)
 
 
 def _pattern(fields: Fields, key: str) -> dict[re.Pattern[str], float]:
-    """Numbers by patterns of modules' names, the way PEFT reads them."""
+    """Returns numbers by regular expression of module name, with PEFT's matching rule."""
     part, found = fields.part(key), dict[re.Pattern[str], float]()
     for pattern in part.raw if part else ():
         assert part is not None
@@ -153,7 +155,7 @@ def _pattern(fields: Fields, key: str) -> dict[re.Pattern[str], float]:
     return found
 
 
-def _matched(patterns: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
+def _first_match(patterns: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
     return next((value for pattern, value in patterns.items() if pattern.match(module)), default)
 
 
@@ -170,7 +172,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _shapes(model: ModelConfig) -> dict[tuple[int, str], tuple[int, ...]]:
-    """[out, in] of every matrix that may be adapted."""
+    """Returns the shape [out, in] of every matrix that can be adapted."""
     return {
         (layer, target_of(part)): part.shape
         for layer in range(model.num_layers)
@@ -181,7 +183,7 @@ def _shapes(model: ModelConfig) -> dict[tuple[int, str], tuple[int, ...]]:
 
 def _pairs(
     tensors: Mapping[str, np.ndarray],
-    settings: _Settings,
+    settings: _AdapterSettings,
     shapes: Mapping[tuple[int, str], tuple[int, ...]],
     max_rank: int,
 ) -> dict[tuple[int, str], Pair]:
@@ -190,8 +192,8 @@ def _pairs(
         found = _MATRIX.fullmatch(name)
         place = (int(found[1]), found[2]) if found is not None else (-1, "")
         if found is None or place not in shapes:
-            able = ", ".join(dict.fromkeys(target.rpartition(".")[2] for _, target in shapes))
-            raise UnsupportedModel(f"tensor {name[:200]} adds to no matrix that adapters of this model may: {able}")
+            names = ", ".join(dict.fromkeys(target.rpartition(".")[2] for _, target in shapes))
+            raise UnsupportedModel(f"tensor {name[:200]} adds to no matrix that adapters of this model may: {names}")
         halves.setdefault(place, {})[found[3]] = name, tensor
     if not halves:
         raise MissingTensor(f"{WEIGHTS_FILE} has {len(tensors)} tensors, none of them of a matrix")
@@ -204,7 +206,7 @@ def _pairs(
 def _pair(
     half: Mapping[str, tuple[str, np.ndarray]],
     module: str,
-    settings: _Settings,
+    settings: _AdapterSettings,
     shape: tuple[int, ...],
     max_rank: int,
 ) -> Pair:
@@ -222,27 +224,26 @@ def _pair(
     return Pair(half["A"][1], half["B"][1] * np.float32(settings.scale_of(module, rank)))
 
 
-# Adapters in a batch: each row of a step adds its own one's two small products to those of the model's matrices.
+# Adapters in a batch: each row adds the low-rank product of its own adapter to the product with the model's matrix.
 #
-# A matrix has room for so many adapters of so large a rank, side by side in one pair of arrays. All rows are
-# multiplied with all first halves, so that the product is of a fixed shape, written as the model's own are
-# (`products.py`), and a row has the same bits whatever the others ask for. Of its `slots * rank` channels each
-# row needs `rank`. Accelerators set the others to zero and multiply with all second halves too. A CPU's products
-# cost more than they compute: there a row's own channels weigh the rows of its own second half, one sum a number,
-# which is a loop that XLA joins with what comes after it. Eight rows of 1,280 outputs, eight slots of rank 8: 30
-# us as a product, and 9 beside it; 20 so.
+# A matrix has slots for a fixed number of adapters of a maximum rank, in one pair of arrays. All rows are multiplied
+# with the A factors of all slots. This product has a fixed shape and the same form as the model's own (`products.py`),
+# so a row's bits do not depend on the adapters of other rows. A row needs `rank` of the `slots * rank` resulting
+# channels. Accelerators zero the others and multiply with all B factors. On a CPU such a product is slow: there each
+# row's channels weight the rows of its own B factor, one sum per output, in a loop that XLA fuses with what follows.
+# Eight rows of 1,280 outputs, eight slots of rank 8: 30 us as a product, and 9 alongside it; 20 as the fused loop.
 
-VECTOR, VECTOR_PART = 16, 4  # numbers that the CPU's products add up side by side
-TERMS = 32  # of a sum that one loop has: beyond, compilers take seconds and its rows are out of the cache
-SKIPPING_ROWS = 64  # the most that skip what none of them asks for: a wider step's loops lose more by the branch
-NONE, MISSING = -1, -2  # in the place of a row's slot: the model alone; one that could not be read
+VECTOR, VECTOR_PART = 16, 4  # lanes over which the CPU's products accumulate
+TERMS = 32  # terms of one unrolled sum: with more, compiling takes seconds and the rows leave the cache
+SKIPPING_ROWS = 64  # most rows for which the step branches on "no row has an adapter"; above, the branch costs more
+NONE, MISSING = -1, -2  # slot values: no adapter; an adapter that could not be read
 
 
 class LowRank(nnx.Module):
-    """The adapters of one matrix, which is `parts` of the checkpoint's side by side.
+    """The adapter slots of one matrix, which consists of `parts` checkpoint matrices.
 
-    a [parts, slots, rank, in]; b of each part [slots, rank, out]. rows i32[rows]: each row's slot, which the program
-    that runs it sets.
+    a is [parts, slots, rank, in]; b holds one [slots, rank, out] per part. rows i32[rows] is each row's slot, set by
+    the program that runs the module.
     """
 
     def __init__(self, a: Array, b: Sequence[Array]) -> None:
@@ -250,25 +251,26 @@ class LowRank(nnx.Module):
         self.rows: Array | None = nnx.data(None)
 
     def __call__(self, x: Array, *, as_products: bool) -> Array:
-        """What is added to the product of x [..., in] with the matrix; `as_products`: written as those of the CPU."""
+        """Returns the adapters' contribution for x [..., in]. `as_products`: computed in the form of the CPU's
+        products."""
         assert self.rows is not None, "the program sets each row's slot first"
-        x, shape, made = x.reshape(-1, x.shape[-1]), x.shape[:-1], self._masked
+        x, shape, made = x.reshape(-1, x.shape[-1]), x.shape[:-1], self._by_mask
         if as_products:
-            made = self._where_asked if len(x) <= SKIPPING_ROWS else self._own
+            made = self._if_any_adapter if len(x) <= SKIPPING_ROWS else self._fused
         y = made(x, self.rows)
         return y.reshape(*shape, y.shape[-1])
 
-    def _where_asked(self, x: Array, rows: Array) -> Array:
-        """As `_own`, or nothing at all where no row asks for any: a step then takes what it takes without room."""
-        nothing = jax.eval_shape(self._own, x, rows)
+    def _if_any_adapter(self, x: Array, rows: Array) -> Array:
+        """Returns `_own`, or zeros by a branch if no row has an adapter, so that such a step costs nothing extra."""
+        nothing = jax.eval_shape(self._fused, x, rows)
         return jax.lax.cond(
             jnp.any(rows != NONE),
-            lambda: self._own(x, rows),
+            lambda: self._fused(x, rows),
             lambda: jnp.zeros(nothing.shape, nothing.dtype),
         )
 
-    def _masked(self, x: Array, rows: Array) -> Array:
-        """By products of all slots, what is not a row's own set to zero between them."""
+    def _by_mask(self, x: Array, rows: Array) -> Array:
+        """Multiplies with all slots, with channels of other rows' slots set to zero in between."""
         parts, slots, rank, inputs = self.a.shape
         inner = _contract(x, self.a[...].reshape(-1, inputs), 1).reshape(-1, parts, slots, rank)
         own = jnp.arange(slots, dtype=jnp.int32)[None, :] == rows[:, None]
@@ -279,15 +281,15 @@ class LowRank(nnx.Module):
             _contract(each, b[...].reshape(slots * rank, -1), 0) for each, b in zip(flat, self.b, strict=True)
         )
 
-    def _own(self, x: Array, rows: Array) -> Array:
-        """By a product of all slots, of which each row takes its own channels, and the rows of b that they weigh."""
+    def _fused(self, x: Array, rows: Array) -> Array:
+        """Multiplies with all A factors, then weights each row's own B rows with its own channels."""
         parts, slots, rank, inputs = self.a.shape
         inner = product(x, self.a[...].reshape(-1, inputs), None, MatrixForm(out_first=True))
         slot = jnp.maximum(rows, 0)
         own = inner.reshape(-1, parts, slots, rank).at[jnp.arange(len(rows)), :, slot].get(mode="promise_in_bounds")
         own = jnp.where((rows == NONE)[:, None, None], jnp.zeros_like(own), own)
         own = jnp.where((rows == MISSING)[:, None, None], jnp.full_like(own, jnp.nan), own)
-        return _joined(_weighed(own[:, part], b[...], slot * rank) for part, b in enumerate(self.b))
+        return _joined(_weight_rows(own[:, part], b[...], slot * rank) for part, b in enumerate(self.b))
 
 
 def _joined(made: Iterable[Array]) -> Array:
@@ -299,19 +301,20 @@ def _contract(rows: Array, matrix: Array, dimension: int) -> Array:
     return jax.lax.dot_general(rows, matrix, (((1,), (dimension,)), ((), ()))).astype(rows.dtype)
 
 
-def _weighed(weights: Array, b: Array, first: Array) -> Array:
-    """[rows, rank] of b [slots, rank, out], each row's from row `first` of them all on -> [rows, out].
+def _weight_rows(weights: Array, b: Array, first: Array) -> Array:
+    """Returns [rows, out]: each row's weights [rows, rank] times `rank` rows of b [slots, rank, out] from flat row
+    `first`.
 
-    Each number is one sum in one order. A loop's terms are written out, more than TERMS loop by loop.
+    Each output is one sum in one order. The terms of one loop iteration are unrolled, at most TERMS of them.
     """
     rank, flat, weights = b.shape[1], b.reshape(-1, b.shape[2]), jax.lax.optimization_barrier(weights)
     size = rank if rank <= TERMS else gcd(rank, TERMS)
 
-    def add(turn: int | Array, y: Array) -> Array:
-        few = jax.lax.dynamic_slice_in_dim(weights, turn * size, size, 1).astype(jnp.float32)
+    def add(iteration: int | Array, y: Array) -> Array:
+        chunk = jax.lax.dynamic_slice_in_dim(weights, iteration * size, size, 1).astype(jnp.float32)
         for term in range(size):
-            row = flat.at[first + (turn * size + term)].get(mode="promise_in_bounds")
-            y = y + few[:, term, None] * row.astype(jnp.float32)
+            row = flat.at[first + (iteration * size + term)].get(mode="promise_in_bounds")
+            y = y + chunk[:, term, None] * row.astype(jnp.float32)
         return y
 
     y = jnp.zeros((weights.shape[0], flat.shape[1]), jnp.float32)
@@ -320,7 +323,7 @@ def _weighed(weights: Array, b: Array, first: Array) -> Array:
 
 
 def give_rows(module: nnx.Module, rows: Array | None) -> None:
-    """Says which adapter each row asks for, i32[rows], to all within the module."""
+    """Sets each row's adapter slot, i32[rows], in all adapters within the module."""
     if rows is not None:
         for _, each in nnx.iter_modules(module):
             if isinstance(each, LowRank):
@@ -329,7 +332,7 @@ def give_rows(module: nnx.Module, rows: Array | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCapacity:
-    """For how many adapters, of what rank at most, in numbers of what kind; see `room_for`."""
+    """The number of adapter slots, their maximum rank and their dtype; see `room_for`."""
 
     slots: int
     rank: int
@@ -337,10 +340,8 @@ class AdapterCapacity:
 
 
 def room_for(adapters: int, rank: int, dtype: DTypeLike) -> AdapterCapacity:
-    """Of whole vectors of channels: else a row's sums have another order, and other bits, in one slot than in another.
-
-    Ranks are filled up to VECTOR_PART, and slots until all channels together are a multiple of VECTOR.
-    """
+    """Returns a capacity in whole vectors of channels, so that a row's sums have the same order, and bits, in every
+    slot. Ranks are rounded up to VECTOR_PART, and slots until all channels together are a multiple of VECTOR."""
     rank = -(-rank // VECTOR_PART) * VECTOR_PART
     every = VECTOR // gcd(rank, VECTOR)
     return AdapterCapacity(-(-adapters // every) * every, rank, dtype)
@@ -348,11 +349,11 @@ def room_for(adapters: int, rank: int, dtype: DTypeLike) -> AdapterCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One array of `LowRank`: where it belongs in a stage, and what of an adapter a shard has in it."""
+    """One array of the adapters of a stage: its place in the stage and a shard's part of an adapter."""
 
-    place: int  # of the layer in its stage
-    path: str  # of the matrix in the layer, as "attention.qkv"
-    parts: tuple[Part, ...]  # all of the matrix's for `a`, one for a `b`
+    place: int  # index of the layer in its stage
+    path: str  # path of the matrix in the layer, such as "attention.qkv"
+    parts: tuple[Part, ...]  # all parts of the matrix for `a`, one part for `b`
     is_a: bool
     room: AdapterCapacity
 
@@ -362,7 +363,7 @@ class Factor:
 
     @property
     def cut_axis(self) -> int | None:
-        """The dimension that shards divide; None where each has all."""
+        """Dimension that is cut over shards; None if each shard has the whole."""
         if self.parts[0].cut is None:
             return None
         if self.is_a:
@@ -370,7 +371,7 @@ class Factor:
         return 2 if self.parts[0].axis == 0 else None
 
     def shape(self, tp: int) -> tuple[int, ...]:
-        """Of one shard."""
+        """Returns the shape of one shard's array."""
         part, room = self.parts[0], self.room
         size = part.shape[1] if self.is_a else len(part.rows) if part.rows is not None else part.shape[0]
         if self.cut_axis is not None:
@@ -379,12 +380,12 @@ class Factor:
         return (len(self.parts), room.slots, room.rank, size) if self.is_a else (room.slots, room.rank, size)
 
     def new_shape(self, tp: int) -> tuple[int, ...]:
-        """Of one adapter of it."""
         shape = self.shape(tp)
         return shape[: self.slot_axis] + shape[self.slot_axis + 1 :]
 
     def of(self, weights: AdapterWeights | None, layer: int | None, shard: int, tp: int) -> np.ndarray:
-        """One adapter's numbers of this shard, f32 `new_shape`; zeros of none, or where it adds nothing."""
+        """Returns one adapter's factor of this shard, f32 `new_shape`; zeros without an adapter or an update of the
+        matrix."""
         found = np.zeros(self.new_shape(tp), np.float32)
         for index, part in enumerate(self.parts):
             pair = None if weights is None or layer is None else weights.pairs.get((layer, target_of(part)))
@@ -396,13 +397,13 @@ class Factor:
         return found
 
     def _cut(self, side: np.ndarray, part: Part, shard: int, tp: int) -> np.ndarray:
-        """The part's rows of [out, rank], or its columns of [rank, in]: those that the shard has of the matrix."""
+        """Returns the shard's rows of [out, rank], transposed, or its columns of [rank, in]."""
         rows, columns = part.index(shard, tp)
         return side[:, columns] if self.is_a else side[rows].T
 
 
 def factors_of(model: ModelConfig, numbers: Sequence[int], room: AdapterCapacity) -> list[Factor]:
-    """Of a stage with these layers, in a fixed order: of each matrix a, then every b."""
+    """Returns the factors of a stage with these layers, in a fixed order: for each matrix a, then every b."""
     return [
         Factor(place, path, parts, is_a, room)
         for place, layer in enumerate(numbers)
@@ -412,7 +413,6 @@ def factors_of(model: ModelConfig, numbers: Sequence[int], room: AdapterCapacity
 
 
 def attached(stage: Any, factors: Sequence[Factor], leaves: Sequence[Array]) -> Any:
-    """The stage, its matrices with their adapters."""
     grouped: dict[tuple[int, str], list[Array]] = {}
     for factor, leaf in zip(factors, leaves, strict=True):
         grouped.setdefault((factor.place, factor.path), []).append(leaf)

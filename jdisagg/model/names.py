@@ -1,11 +1,13 @@
-"""The one table between Hugging Face tensor names and our leaves.
+"""The mapping between Hugging Face tensor names and the leaves of a `Stage`.
 
-A `Leaf` says which checkpoint tensors a leaf of a `Stage` is made of, in order along its output axis, and how each
-is cut for a shard. Checkpoint matrices are [out, in]; a kernel [in, out] is such a leaf `transposed`, and one of a
-machine that wants it [out, in] is `flipped` once more.
-Fused leaves are fused per shard: shard 0's q, k and v heads, then shard 1's, and so on. Where shards do not divide
-heads or channels, some have zeros behind their part (see `core/layout/tensor_cut.py`), which add nothing to any sum.
+A `Leaf` lists the checkpoint tensors that it consists of, in order along its output axis, and how each is cut for a
+shard. Checkpoint matrices are [out, in]. A kernel [in, out] is such a leaf `transposed`; platforms that need [out, in]
+use it `flipped` again. Fused leaves are fused per shard: shard 0's q, k and v heads, then shard 1's, and so on. If
+shards do not divide heads or channels, some shards are padded with zeros (see `core/layout/tensor_cut.py`), which add
+nothing to any sum.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,22 +23,22 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint tensor, and the cut of it that a shard takes."""
+    """One checkpoint tensor with the slice of it that a shard takes."""
 
     name: str
     shape: tuple[int, ...]  # as the checkpoint stores it
-    cut: Cut | None = None  # over the shards; None means every shard takes all
+    cut: Cut | None = None  # over the shards; None: every shard takes all
     axis: int = 0  # dimension of `shape` that is cut
-    rows: range | None = None  # of the tensor's first dimension, where it is fused with others; None means all
-    expert: int | None = None  # of a tensor of all experts, [experts, ...]: the one this part is
+    rows: range | None = None  # rows of a fused tensor that belong to this part; None: all
+    expert: int | None = None  # this part's index in a tensor of all experts, [experts, ...]
 
     @property
     def outputs_first(self) -> tuple[int, ...]:
-        """The shape of what it is, [out, in], of however many experts."""
+        """Shape as [out, in], without the dimension of experts."""
         return self.shape if self.expert is None else self.shape[:0:-1]
 
     def index(self, shard: int, tp: int) -> Index:
-        """What `shard` of `tp` reads; perhaps nothing, where all it holds is padding."""
+        """Returns the slices that `shard` of `tp` reads; empty if the shard holds only padding."""
         whole = tuple(slice(0, size) for size in self.shape)
         if self.expert is not None:
             return (slice(self.expert, self.expert + 1), *whole[1:])
@@ -46,45 +48,45 @@ class Part:
         return (*whole[: self.axis], slice(first + held.start, first + held.stop), *whole[self.axis + 1 :])
 
     def padding(self, shard: int, tp: int) -> tuple[int, ...]:
-        """Zeros that `shard` has behind what it reads, in each dimension."""
+        """Returns the number of zeros after the shard's slice, in each dimension."""
         zeros = self.cut.width(tp) - len(self.cut.held(tp, shard)) if self.cut else 0
         return tuple(zeros if axis == self.axis else 0 for axis in range(len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """How one leaf is made: its parts, cut, joined along the first dimension, then transposed.
+    """The recipe of one leaf: its parts, cut, joined along the first dimension, then transposed.
 
-    A leaf of `experts` experts is [experts of the shard, ...]: its parts are as many of each expert, which are made
-    each on its own and not cut; shards beyond the experts hold zeros. Parts of one tensor of all experts lie there
-    [experts, in, out].
+    A leaf with `experts` is [experts of the shard, ...]. Its parts are grouped by expert, each expert is built on its
+    own and not cut, and shards beyond the last expert hold zeros. A tensor of all experts is stored as [experts, in,
+    out].
     """
 
     parts: tuple[Part, ...]
-    axis: int | None = None  # dimension of the leaf that is sharded; None where every shard holds the same
+    axis: int | None = None  # sharded dimension of the leaf; None: replicated
     transposed: bool = False
     experts: int = 0  # 0: none
-    paired: bool = False  # of an expert: rows are of gate and up in turns; the leaf has all of gate first
+    paired: bool = False  # an expert's stored rows interleave gate and up; the leaf has all gate rows first
 
-    def flipped(self) -> "Leaf":
-        """The leaf of the transposed matrix, or of each expert's."""
+    def flipped(self) -> Leaf:
+        """Returns the leaf of the transposed matrix, or of each expert's transposed matrix."""
         axis = self.axis if self.axis is None or self.experts else 1 - self.axis
         return replace(self, axis=axis, transposed=not self.transposed)
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
-        """Of one expert's part of the leaf."""
         shapes = [part.outputs_first for part in self.parts[: len(self.parts) // self.experts]]
         shape = (sum(each[0] for each in shapes), *shapes[0][1:])
         return shape[::-1] if self.transposed else shape
 
-    def channels(self) -> "Leaf":
-        """The leaf of one number for each of the matrix's outputs."""
+    def channels(self) -> Leaf:
+        """Returns the leaf of one number per output of the matrix."""
         outputs = 1 if self.transposed else 0
         return replace(self, axis=0 if self.axis == outputs else None, transposed=False)
 
     def cut(self, local: np.ndarray, shard: int, tp: int) -> Iterator[tuple[Part, Index, np.ndarray]]:
-        """A shard's leaf back into its parts: where each lies in the checkpoint's tensor, and its values."""
+        """Splits a shard's leaf back into parts: yields each part, its slices in the checkpoint tensor, and its
+        values."""
         if not self.experts:
             yield from self._cut(self.parts, local, shard, tp)
             return
@@ -98,19 +100,18 @@ class Leaf:
         rows, start = local.T if self.transposed else local, 0
         for part in parts:
             index, padding = part.index(shard, tp), part.padding(shard, tp)
-            sizes = [each.stop - each.start for each in index]
+            sizes = [bounds.stop - bounds.start for bounds in index]
             yield part, index, rows[start : start + sizes[0]][tuple(slice(0, size) for size in sizes)]
             start += sizes[0] + padding[0]
 
     def experts_of(self, shard: int, tp: int) -> Iterator[tuple[Part, ...]]:
-        """The parts of each expert that the shard holds."""
-        each, held = len(self.parts) // self.experts, experts_held(self.experts, tp)
-        for expert in range(shard * held, min((shard + 1) * held, self.experts)):
-            yield self.parts[expert * each : (expert + 1) * each]
+        parts_per_expert, experts_per_shard = len(self.parts) // self.experts, experts_held(self.experts, tp)
+        for expert in range(shard * experts_per_shard, min((shard + 1) * experts_per_shard, self.experts)):
+            yield self.parts[expert * parts_per_expert : (expert + 1) * parts_per_expert]
 
 
 def _cut_expert(parts: tuple[Part, ...], rows: np.ndarray) -> Iterator[tuple[Part, Index, np.ndarray]]:
-    """One expert's matrix [out, in], or its bias, back into its parts."""
+    """Splits one expert's matrix [out, in], or its bias, back into parts."""
     start = 0
     for part in parts:
         stop = start + part.outputs_first[0]
@@ -119,17 +120,17 @@ def _cut_expert(parts: tuple[Part, ...], rows: np.ndarray) -> Iterator[tuple[Par
 
 
 def in_turns(rows: np.ndarray) -> np.ndarray:
-    """Rows of two halves, one of each in turns."""
+    """Interleaves the rows of two halves."""
     return rows.reshape(2, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
 
 
 def in_halves(rows: np.ndarray) -> np.ndarray:
-    """The inverse of `in_turns`."""
+    """Reverses `in_turns`: first all even rows, then all odd rows."""
     return rows.reshape(-1, 2, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
 
 
 def stage_leaves(config: ModelConfig, layers: range, vocab_shards: int) -> dict[str, Leaf]:
-    """Every leaf of a stage by its path in the module tree, as "layers.0.attention.qkv.kernel"."""
+    """Returns every leaf of a stage by path in the module tree, such as "layers.0.attention.qkv.kernel"."""
     table = (config.vocab_size, config.hidden_size)
     leaves: dict[str, Leaf] = {}
     if layers.start == 0:
@@ -146,8 +147,8 @@ def stage_leaves(config: ModelConfig, layers: range, vocab_shards: int) -> dict[
 
 
 def ring_leaves(config: ModelConfig, numbers: Sequence[int]) -> dict[str, Leaf]:
-    """Every leaf of a stage of a ring with these layers of the model at its places. Embedding and head are cut over the
-    shards of the whole ring."""
+    """Returns every leaf of a ring stage that holds the layers `numbers`. Embedding and head are cut over all shards of
+    the ring."""
     table, cut = (config.vocab_size, config.hidden_size), Channels(config.vocab_size)
     name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
     leaves = {
@@ -155,14 +156,14 @@ def ring_leaves(config: ModelConfig, numbers: Sequence[int]) -> dict[str, Leaf]:
         "head": Leaf((Part(name, table, cut),), axis=0),
         "norm.scale": Leaf((Part("model.norm.weight", (config.hidden_size,)),)),
     }
-    for place, layer in enumerate(numbers):
+    for index, layer in enumerate(numbers):
         for path, leaf in layer_leaves(config, f"model.layers.{layer}").items():
-            leaves[f"layers.{place}.{path}"] = leaf
+            leaves[f"layers.{index}.{path}"] = leaf
     return leaves
 
 
 def matrix_leaves(config: ModelConfig) -> dict[str, Leaf]:
-    """Every matrix that the model can have, named as `WeightFormat` does: as "11.mlp.down", and "head"."""
+    """Returns every matrix of the model by the names of `WeightFormat`, such as "11.mlp.down" and "head"."""
     layers = range(config.num_layers)
     found = {
         f"{layer}.{path.removesuffix('.kernel')}": leaf
@@ -173,7 +174,7 @@ def matrix_leaves(config: ModelConfig) -> dict[str, Leaf]:
     return found | {"head": stage_leaves(config, layers[-1:], 1)["head"]}
 
 
-NORMS = {  # leaf -> the checkpoint's name, by where a family has its norms
+NORMS = {  # by norm placement: leaf -> checkpoint name
     "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "after": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
     "both": {
@@ -186,12 +187,11 @@ NORMS = {  # leaf -> the checkpoint's name, by where a family has its norms
 
 
 def first_tensor(config: ModelConfig, layer: int) -> str:
-    """A tensor that every layer of the family has."""
     return f"model.layers.{layer}.{next(iter(NORMS[config.norms].values()))}.weight"
 
 
 def layer_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
-    """Every leaf that one layer can have; a family without biases or q/k norms never asks for theirs."""
+    """Returns every leaf that one layer can have; those of absent biases and norms are not used."""
     norms = {
         f"{leaf}.scale": Leaf((Part(f"{prefix}.{name}.weight", (config.hidden_size,)),))
         for leaf, name in NORMS[config.norms].items()
@@ -216,7 +216,8 @@ def _attention_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
 
 
 def _latent_leaves(config: ModelConfig, latent: Latent, prefix: str) -> dict[str, Leaf]:
-    """Latents are made whole on every shard; what is made of them is cut by heads."""
+    """Returns the leaves of latent attention: projections to latents are replicated, those from latents are cut by
+    heads."""
     hidden, rank = config.hidden_size, latent.q_lora_rank
 
     def by_heads(name: str, head_size: int, inputs: int) -> tuple[Part, ...]:
@@ -227,10 +228,10 @@ def _latent_leaves(config: ModelConfig, latent: Latent, prefix: str) -> dict[str
     out = _row_split(f"{prefix}.o_proj.weight", hidden, config.num_heads * latent.v_head_dim, values)
     q_up = by_heads("q_proj" if rank is None else "q_b_proj", latent.q_head_dim, rank or hidden)
     return {
-        **_whole("attention.q_down", f"{prefix}.q_a_proj", (rank or 0, hidden)),
+        **_replicated("attention.q_down", f"{prefix}.q_a_proj", (rank or 0, hidden)),
         "attention.q_norm.scale": Leaf((Part(f"{prefix}.q_a_layernorm.weight", (rank or 0,)),)),
         "attention.q_up.kernel": Leaf(q_up, 1, True),
-        **_whole("attention.kv_down", f"{prefix}.kv_a_proj_with_mqa", (latent.row_size, hidden)),
+        **_replicated("attention.kv_down", f"{prefix}.kv_a_proj_with_mqa", (latent.row_size, hidden)),
         "attention.kv_norm.scale": Leaf((Part(f"{prefix}.kv_a_layernorm.weight", (latent.kv_lora_rank,)),)),
         "attention.kv_up": Leaf(by_heads("kv_b_proj", latent.up_size, latent.kv_lora_rank), 0),
         "attention.out.kernel": out,
@@ -238,8 +239,8 @@ def _latent_leaves(config: ModelConfig, latent: Latent, prefix: str) -> dict[str
     }
 
 
-def _whole(leaf: str, name: str, shape: tuple[int, int]) -> dict[str, Leaf]:
-    """A matrix of the checkpoint and its bias that every shard holds."""
+def _replicated(leaf: str, name: str, shape: tuple[int, int]) -> dict[str, Leaf]:
+    """Returns the leaves of a replicated matrix and its bias."""
     return {
         f"{leaf}.kernel": Leaf((Part(f"{name}.weight", shape),), transposed=True),
         f"{leaf}.bias": Leaf((Part(f"{name}.bias", shape[:1]),)),
@@ -258,7 +259,7 @@ def _mlp_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
 
 
 def _expert_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
-    """Of the layer `prefix`, where it has experts."""
+    """Returns the leaves of the layer's experts; empty if the model has none."""
     experts = config.experts
     if experts is None:
         return {}
@@ -278,7 +279,7 @@ def _expert_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
 
 
 def _experts_of_many(config: ModelConfig, experts: Experts, prefix: str) -> dict[str, Leaf]:
-    """One tensor of the checkpoint for each matrix of each expert."""
+    """Returns leaves for checkpoints with one tensor per matrix and expert."""
     gate, up, down = EXPERT_NAMES[config.family].matrices
 
     def leaf(shape: tuple[int, int], *names: str) -> Leaf:
@@ -293,7 +294,7 @@ def _experts_of_many(config: ModelConfig, experts: Experts, prefix: str) -> dict
 
 
 def _experts_of_one_tensor(config: ModelConfig, experts: Experts, prefix: str) -> dict[str, Leaf]:
-    """gpt-oss: one tensor of all experts for each matrix, [experts, in, out], gate and up channels in turns."""
+    """Returns leaves for gpt-oss: one tensor per matrix, [experts, in, out], with gate and up channels interleaved."""
     number, hidden, width = experts.number, config.hidden_size, experts.width
 
     def leaf(name: str, *shape: int, paired: bool) -> Leaf:
@@ -309,7 +310,7 @@ def _experts_of_one_tensor(config: ModelConfig, experts: Experts, prefix: str) -
 
 
 def _head_norm(config: ModelConfig, name: str, size: int, cut: Cut) -> Leaf:
-    """One scale for every head, or one for all of them, cut as they are."""
+    """Returns the leaf of a q or k norm: one scale shared by all heads, or one over all heads, cut like them."""
     if not config.qk_norm_is_wide:
         return Leaf((Part(name, (config.head_dim,)),))
     return Leaf((Part(name, (size,), cut),), 0)
@@ -331,7 +332,7 @@ def _gate_up(config: ModelConfig, prefix: str, kind: str, inputs: tuple[int, ...
 
 
 def _fused(name: str, sizes: tuple[int, ...], inputs: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Part, ...]:
-    """Parts of one tensor of the checkpoint, one after another in its rows."""
+    """Returns consecutive row ranges of one fused checkpoint tensor as parts."""
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     return tuple(
         Part(name, (sum(sizes), *inputs), cut, rows=range(start, start + size))
@@ -340,5 +341,5 @@ def _fused(name: str, sizes: tuple[int, ...], inputs: tuple[int, ...], cuts: tup
 
 
 def _row_split(name: str, outputs: int, inputs: int, cut: Cut) -> Leaf:
-    """A checkpoint matrix [out, in] cut along its inputs: each shard's product is a partial sum."""
+    """Returns the leaf of a matrix [out, in] cut along its inputs, so that each shard's product is a partial sum."""
     return Leaf((Part(name, (outputs, inputs), cut, 1),), axis=0, transposed=True)

@@ -1,11 +1,10 @@
-"""The network: one Flax module tree for training, for the full forward, and for every device program.
+"""The transformer as one Flax module tree, used for training, the reference forward pass and every device program.
 
-A `Stage` is a run of consecutive layers, with the embedding if it holds the first and the head if it holds the last;
-the whole model is the stage of all layers. What attention reads is not the network's business: `attend` is passed in
-(dense and causal here below, paged in `jdisagg/engine`). Under tensor parallelism a `Stage` is what *one shard* sees:
-its matrices hold that shard's heads, channels and vocabulary, some of them perhaps zeros that fill it up, and `axis`
-names the mesh axis that sums them.
-Leading dimensions are free: `x` is [..., hidden], so packed tokens [T] and batches [B, T] run the same code.
+A `Stage` is a run of consecutive layers, with the embedding if it has the first layer and the head if it has the last;
+a whole model is a stage of all layers. Attention over the KV cache is passed in as `attend` (dense and causal below,
+paged in `jdisagg/engine`). With tensor parallelism a `Stage` is the part of *one shard*: its heads, channels and
+vocabulary rows, padded with zeros where needed; `axis` is the mesh axis of the reductions. Leading dimensions are free:
+`x` is [..., hidden], so packed tokens [T] and batches [B, T] run the same code.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from jdisagg.model.weight import Weight, begun, ended, over, summed
 from jdisagg.parallel.compiler_flags import SENT_BESIDE_BYTES
 from pallas_kernels.platforms import traced_platform
 
-# Sums over the shards in two blocks of columns, one sent while the other is multiplied: for rows too few for
-# halves.
+# Overlap of all-reduces with products in two column blocks, for steps with too few rows to split by rows.
 #
-# A step of few rows takes as long as its matrices take to be read, and halves of its rows would read them twice.
-# Cut by columns each matrix is read once: the first block's sum goes on beside the product of the second, and the
-# second one's beside that part of the next matrix which multiplies the first. A norm between them is divided out
-# behind the product.
+# The time of such a step is that of reading its matrices, and two row halves would read them twice. With column blocks
+# each matrix is read once: the first block's all-reduce overlaps the second block's product, and the second one's
+# overlaps the part of the next matrix that multiplies the first block. The norm in between is applied after the
+# product.
 
-BLOCKS = 2  # more would each take the time that a collective takes to start
-LANES = 128  # of a tile: both blocks begin at one
+BLOCKS = 2  # more blocks would add the start-up time of a collective each
+LANES = 128  # lanes of a tile: both blocks start at a tile boundary
 
 
 def cuts(model: ModelConfig, shards: int, *weights: Weight) -> bool:
-    """Whether a layer with these is cut so: a dense one, whose norms are before attention and MLP alone.
+    """Returns True if a layer with these weights can be split by columns: a dense one with norms only before attention
+    and MLP.
 
-    A scaled product rounds whole rows, and what adapters add is summed as a whole.
+    A quantised product rounds whole rows, and adapter contributions are reduced as a whole, so both are excluded.
     """
     dense = model.experts is None and model.latent is None and model.norms == "before"
     plain = all(each.low_rank is None and not each.form.is_scaled and not each.form.out_first for each in weights)
@@ -56,15 +55,14 @@ def cuts(model: ModelConfig, shards: int, *weights: Weight) -> bool:
 
 
 def pays(hidden_size: int, rows: int) -> bool:
-    """Whether a block of so many rows is sent beside products: the least are summed before one has begun."""
+    """Returns True if the all-reduce of a block of so many rows can overlap; very small ones finish before a product
+    starts."""
     return rows * (hidden_size // BLOCKS) * 2 >= SENT_BESIDE_BYTES
 
 
 def block(array: Array, number: int, axis: int) -> Array:
-    """One of both, read where it lies.
-
-    A start told as a number would be folded into a slice of a loop's matrix, which a TPU then copies out of its stack.
-    """
+    """Returns one of the two blocks of an array. The start is hidden behind a barrier: as a constant it would be folded
+    into a slice of a loop's matrix, which a TPU then copies out of its stack."""
     size = array.shape[axis] // BLOCKS
     start = jax.lax.optimization_barrier(jnp.int32(number * size))
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
@@ -74,15 +72,18 @@ def summed_in_turn(
     weight: Weight,
     rows: Array,
     axis: str | None,
-    use: Callable[[int, Array], Array | None] = lambda number, block: None,
+    use: Callable[[int, Array], Array | None] = lambda number, columns: None,
 ) -> list[Array]:
-    """Both blocks of a row-sharded product's columns, summed. use: what is done with one while the next is sent."""
-    kernel, begun, made = weight.kernel[...], list[Array](), list[Array]()
+    """Returns both column blocks of a row-parallel product, reduced. `use` processes one block while the next is
+    sent."""
+    kernel, products, made = weight.kernel[...], list[Array](), list[Array]()
     for number in range(BLOCKS):
-        begun.append(_product(after(rows, begun[-1] if begun else None), block(kernel, number, 1)).astype(rows.dtype))
-    used: Array | None = begun[-1]
-    for number, part in enumerate(begun):
-        ready = after(part, made[-1] if made else None)  # or the compiler would join both sums
+        products.append(
+            _product(after(rows, products[-1] if products else None), block(kernel, number, 1)).astype(rows.dtype)
+        )
+    used: Array | None = products[-1]
+    for number, part in enumerate(products):
+        ready = after(part, made[-1] if made else None)  # keeps the compiler from joining both all-reduces
         total = after(ready if axis is None else jax.lax.psum(ready, axis), used)
         if weight.bias is not None:
             total = total + over(_columns(weight.bias[...], number), total)
@@ -92,22 +93,22 @@ def summed_in_turn(
 
 
 class NormedProduct:
-    """A norm and a product with what it makes, of rows that come block by block."""
+    """A norm and the product after it, computed from column blocks as they arrive."""
 
     def __init__(self, norm: RMSNorm, weight: Weight) -> None:
         self.norm, self.weight = norm, weight
-        self.sums: Array | float = 0.0  # f32[T, out], of rows that are not divided by their size yet
-        self.squares: Array | float = 0.0  # f32[T, 1]
+        self.sums: Array | float = 0.0  # f32[T, out], before the division by the row's root mean square
+        self.squares: Array | float = 0.0  # f32[T, 1], sums of squares
 
     def add(self, number: int, x: Array) -> Array:
-        """Multiplies a block."""
+        """Adds the product of one column block."""
         rows = self.norm.scaled(x, _columns(self.norm.scale[...], number))
         self.sums = self.sums + _product(rows, block(self.weight.kernel[...], number, 0))
         self.squares = self.squares + jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
         return self.sums
 
     def whole(self, x: Array) -> Array:
-        """Of rows as long as those of `x`, in its dtype."""
+        """Returns the normalised product; `x` gives the row length and the dtype."""
         y = (self.sums * self.norm.rate(jnp.asarray(self.squares) / x.shape[-1])).astype(x.dtype)
         return y if self.weight.bias is None else y + over(self.weight.bias[...], y)
 
@@ -121,72 +122,72 @@ def _product(rows: Array, matrix: Array) -> Array:
     return jax.lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-# The head: logits of a vocabulary that may be cut over shards, whole on every one of them.
+# The LM head: the vocabulary may be cut over shards, and every shard gets the whole logits.
 #
-# A step's logits take as long to gather as the head takes to be multiplied. On accelerators each shard multiplies
-# its table in blocks, and one block is gathered beside the next one's product. How many they are does not depend
-# on the rows, so that those of a row are the same in any company.
+# Gathering the logits takes as long as the head's product. On accelerators each shard multiplies its rows in blocks,
+# and the gather of one block overlaps the product of the next. The number of blocks does not depend on the number of
+# batch rows, so a row's logits are the same in any batch.
 
-# A CPU gathers nothing by itself. On GPUs each gather takes long to start.
+# A CPU cannot overlap a gather. On a GPU each gather takes long to start.
 HEAD_BLOCKS = {"gpu": 2, "tpu": 4}
-LEAST_OUTPUTS = 1024  # of a block
+LEAST_OUTPUTS = 1024  # fewest outputs of a block
 Scores = Callable[[Array, slice], Array]  # (x [..., hidden], some of a shard's outputs) -> f32[..., outputs]
 
 
 class Vocabulary(NamedTuple):
-    """The vocabulary cut evenly over axes of a mesh, rows behind its end being padding."""
+    """An even split of the vocabulary over mesh axes; rows beyond its end are padding."""
 
     axes: tuple[str, ...]
     shards: int
 
     def rows(self, vocab_size: int) -> int:
-        """Of one shard."""
+        """Returns the vocabulary rows of one shard."""
         return -(-vocab_size // self.shards)
 
     def whole(self, x: Array, outputs: int, scores: Scores) -> Array:
-        """f32[..., V] of rows x [..., hidden], on every shard, which has so many outputs."""
+        """Returns f32[..., V] on every shard, from x [..., hidden]; `outputs` are one shard's rows."""
         if not self.axes or self.shards == 1:
             return scores(x, slice(None))
         blocks = blocks_of(outputs, traced_platform())
-        if blocks == 1 or len(self.axes) > 1:  # a ring's is gathered at once
+        if blocks == 1 or len(self.axes) > 1:  # a ring gathers in one collective
             y = scores(x, slice(None))
             return jax.lax.all_gather(y, self.axes, axis=y.ndim - 1, tiled=True)
         gathered = self._in_turn(x, slices(outputs, blocks), scores)
         return jnp.moveaxis(jnp.concatenate(gathered, axis=-1), 0, -2).reshape(*x.shape[:-1], -1)
 
     def _in_turn(self, x: Array, parts: list[slice], scores: Scores) -> list[Array]:
-        """Of each part [shards, ..., outputs]: while one is gathered, the next one is multiplied."""
+        """Returns each block gathered [shards, ..., outputs]; the gather of one overlaps the product of the next."""
         made, gathered = list[Array](), list[Array]()
         for part in parts:
             made.append(scores(after(x, made[-1] if made else None), part))
         for each in made:
-            ready = after(each, gathered[-1] if gathered else None)  # or the compiler would join the gathers
+            ready = after(each, gathered[-1] if gathered else None)  # keeps the compiler from joining the gathers
             gathered.append(jax.lax.all_gather(ready, self.axes))
         return gathered
 
 
 def blocks_of(outputs: int, platform: str | None) -> int:
-    """That so many outputs of a shard are multiplied and gathered in."""
+    """Returns the number of blocks in which a shard's outputs are multiplied and gathered."""
     most = HEAD_BLOCKS.get(platform or "cpu", 1)
     return most if outputs >= most * LEAST_OUTPUTS else 1
 
 
 def slices(outputs: int, blocks: int) -> list[slice]:
-    """The last is no longer than the others."""
+    """Returns the blocks of `outputs`; the last may be shorter."""
     size = -(-outputs // (blocks * LANES)) * LANES
     return [slice(start, min(start + size, outputs)) for start in range(0, outputs, size)]
 
 
 def soft_capped(logits: Array, cap: float | None) -> Array:
-    """Within (-cap, cap) (Gemma 2, section 2)."""
+    """Returns logits soft-capped to (-cap, cap) (Gemma 2, section 2)."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def scored(x: Array, table: Array) -> Array:
-    """[..., hidden] against [V, hidden] -> f32[..., V].
+    """Returns f32[..., V] from x [..., hidden] and a table [V, hidden].
 
-    A few rows go as a product *of* the table: any other way XLA's CPU backend transposes the whole table at every call
-    (1.3 of 25 CPU milliseconds of a decode turn of 8 rows, V 8192), and the barriers keep it from folding that away.
+    A few rows are computed as table times x transposed: otherwise XLA's CPU backend transposes the whole table at every
+    call (1.3 of 25 CPU milliseconds of a decode step of 8 rows, V 8192). The barriers keep it from undoing that.
     """
     x = x.astype(table.dtype)
     if x.ndim != 2:
@@ -199,15 +200,15 @@ def scored(x: Array, table: Array) -> Array:
 
 
 # (layer within the stage, q [..., Hq, D], k [..., Hkv, D], v [..., Hkv, D], sinks [Hq] or None) -> [..., Hq, D];
-# of latents (layer, queries, row [..., 1, R + rotated], None, None) -> [..., Hq, V]
+# with latents: (layer, queries, row [..., 1, R + rotated], None, None) -> [..., Hq, V]
 Attend = Callable[[int, Array | LatentQueries, Array, Array | None, Array | None], Array]
 OptionsOf = Callable[[int], AttentionOptions]  # by layer within the stage
-CallLayer = Callable[["Layer", Array, Rotation, int], Array]  # (layer, x, rotation, its place in the stage) -> x
+CallLayer = Callable[["Layer", Array, Rotation, int], Array]  # (layer, x, rotation, index in the stage) -> x
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; q, k and v come from one fused matrix, this shard's q heads first, then k, then v."""
+    """Grouped-query attention; one fused matrix computes this shard's q heads, then k, then v."""
 
     def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
         q_width, kv_width = config.q_cut.width(tp), config.kv_cut.width(tp)
@@ -228,8 +229,9 @@ class Attention(nnx.Module):
         return summed(self.out, self.mixed(self.qkv(x), rotation, layer, attend), self.axis)
 
     def mixed(self, rows: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
-        """[..., q, k and v] -> [..., this shard's heads], before the product that joins them."""
-        if self.looped:  # else a TPU splits the heads within the product, and turns the stacked matrix round for it
+        """Returns the attention output [..., this shard's heads] from fused [..., q, k and v], before the output
+        projection."""
+        if self.looped:  # otherwise a TPU splits heads within the product and transposes the stacked matrix for it
             rows = jax.lax.optimization_barrier(rows)
         heads = rows.reshape(*rows.shape[:-1], self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=-2)
@@ -239,7 +241,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A gated MLP (Shazeer 2020); gate and up come from one fused matrix, this shard's gate channels first."""
+    """A gated MLP (Shazeer 2020); one fused matrix computes this shard's gate channels, then its up channels."""
 
     def __init__(self, config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs):
         width, bias, self.axis = config.mlp_cut.width(tp), config.mlp_bias, axis
@@ -253,17 +255,16 @@ class MLP(nnx.Module):
         return summed(self.down, self.inner(x), self.axis)
 
     def inner(self, x: Array) -> Array:
-        """[..., hidden] -> [..., this shard's channels]."""
         return self.gated(self.gate_up(x))
 
     def gated(self, both: Array) -> Array:
-        """Of the gate's channels, and the others."""
+        """Applies the gate to fused gate and up channels."""
         gate, up = jnp.split(both, 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
 
 
 def expert_mlp(config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs) -> ExpertMLP:
-    """What a sparse layer has in place of an MLP: experts, and the MLP that all tokens share where there is one."""
+    """Builds the experts of a sparse layer, with the shared MLP if the model has one."""
     assert config.experts is not None, config.family
     activation, shared = ACTIVATIONS[config.activation], None
     if config.experts.shared_width:
@@ -273,7 +274,7 @@ def expert_mlp(config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLi
 
 
 class Layer(nnx.Module):
-    """Attention and an MLP or experts, each added to what it was given, with norms before, after or around them."""
+    """Attention and an MLP or experts with residual connections, and norms before, after or around them."""
 
     def __init__(
         self, config: ModelConfig, number: int, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs
@@ -300,7 +301,7 @@ class Layer(nnx.Module):
         return x + normed(self.mlp_out_norm, made)
 
     def parts(self, rows: int) -> int:
-        """That each of its sums over the shards is made in."""
+        """Returns into how many parts each all-reduce of the layer is split."""
         return 1 if self._cut(rows) is None else 2
 
     def _cut(self, rows: int) -> Callable[[Array, Rotation, int, Attend], Array] | None:
@@ -311,7 +312,8 @@ class Layer(nnx.Module):
 
     @property
     def cuts_columns(self) -> bool:
-        """Where layers go round in a loop, which is on TPUs: a GPU's collectives take too long to start for it."""
+        """True if the layer splits by columns. It requires looped layers, hence TPUs; collectives on a GPU start too
+        slowly."""
         attention, mlp = self.attention, self.mlp
         if not (isinstance(attention, Attention) and isinstance(mlp, MLP) and attention.looped):
             return False
@@ -353,11 +355,11 @@ class Layer(nnx.Module):
 
 
 class Stage(nnx.Module):
-    """Layers `layers.start` to `layers.stop` as one shard of `tp` sees them; or those at the places of a ring's stage.
+    """The layers `layers.start` to `layers.stop` of one shard of `tp`, or the layers of one ring stage.
 
-    The embedding [V, hidden] is whole on every shard; the head [V / tp, hidden] is split where the vocabulary divides.
-    Tied weights are one leaf only where one shard holds both ends of the model; elsewhere the head is a second leaf.
-    A ring has both ends spread over all its shards, and tied they are one leaf.
+    The embedding [V, hidden] is whole on every shard; the head [V / tp, hidden] is cut if the shards divide the
+    vocabulary. Tied weights are one leaf only if one shard holds both ends of the model; otherwise the head is a second
+    leaf. In a ring both ends are spread over all shards, and tied they are one leaf.
     """
 
     def __init__(
@@ -372,8 +374,11 @@ class Stage(nnx.Module):
         spread: Vocabulary | None = None,
         repeat: Repeat | None = None,
     ):
-        """`layers`: a run of them, or with `spread`, of a ring, one for each place. repeat: within that run; then the
-        stage is compact, and holds what is stacked over the turns of the loop once it is loaded."""
+        """Builds the stage.
+
+        `layers` is a run of layers, or with `spread` the layers of a ring stage. With `repeat`, a loop within that run,
+        the stage is compact: its loop layers hold weights that are stacked by iteration after loading.
+        """
         first, last = spread is not None or layers[0] == 0, spread is not None or layers[-1] == config.num_layers - 1
         layers = layers if repeat is None else repeat.compact(layers)
         self.config, self.numbers, self.spread, self.repeat = config, tuple(layers), spread, repeat
@@ -391,14 +396,12 @@ class Stage(nnx.Module):
             layer.attention.looped = repeat is not None
         self.norm = RMSNorm(config.hidden_size, config, dtype) if last else None
         self.head = table((self.head_cut.rows(config.vocab_size), config.hidden_size)) if has_head else None
-        self.head_scale: nnx.Param | None = nnx.data(None)  # f32[V / tp], of int8 and fp8
+        self.head_scale: nnx.Param | None = nnx.data(None)  # f32[V / tp], for int8 and fp8
         self.dtype, self.head_form = dtype, MatrixForm(True)
 
     def become(self, weights: WeightFormat, out_first: bool) -> None:
-        """The same stage with its matrices in a machine's form, each at most once.
-
-        Tables are looked up and multiplied: bf16 holds both, a scaled head is a leaf of its own beside the embedding.
-        """
+        """Converts the matrices in place to a platform's form; each matrix at most once. Tables are both looked up and
+        multiplied. bf16 serves both; a quantised head is a leaf of its own beside the embedding."""
         for path, weight in self.matrices().items():
             weight.become(MatrixForm(out_first, weights.of(path)))
         for layer in self.layers:
@@ -418,7 +421,7 @@ class Stage(nnx.Module):
         )
 
     def matrices(self) -> dict[str, Weight]:
-        """By layer of the model and place in it, as "11.attention.qkv"."""
+        """Returns matrices by layer of the model and path, such as "11.attention.qkv"."""
         return {
             ".".join(map(str, (self.numbers[index], *path))): module
             for index, layer in enumerate(self.layers)
@@ -427,18 +430,17 @@ class Stage(nnx.Module):
         }
 
     def attention(self, layer: int) -> AttentionOptions:
-        """How a layer attends, by its place in the stage."""
         return self.config.attention(self.numbers[layer])
 
     def embed_tokens(self, tokens: Array) -> Array:
-        """i32[...] -> [..., hidden]."""
+        """Returns embeddings [..., hidden] of tokens i32[...]."""
         assert self.embed is not None, "only the first stage embeds"
         x = self._embedded(tokens).astype(self.dtype)
         scale = self.config.embedding_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
     def _embedded(self, tokens: Array) -> Array:
-        """Rows of the table: of one that is spread, each from the shard that has it; all others give zeros."""
+        """Looks tokens up in the table. If it is spread, the shard with the row provides it and others add zeros."""
         assert self.embed is not None
         table = self.embed[...]
         if self.spread is None:
@@ -449,8 +451,8 @@ class Stage(nnx.Module):
         return jax.lax.psum(jnp.where(here[..., None], rows, jnp.zeros_like(rows)), self.spread.axes)
 
     def run_layers(self, x: Array, positions: Array, call: CallLayer, held: Array | None = None) -> Array:
-        """[..., hidden] -> [..., hidden]; `positions` is i32[...]. call: runs one layer, as `attending` does. held:
-        bool[layers], of a ring: which places of this stage are no padding."""
+        """Runs the layers over x [..., hidden] at `positions` i32[...]. `call` runs one layer, as `attending` does.
+        `held` is bool[layers] for a ring: False for layers that are padding."""
         assert self.repeat is None, "a loop's layers are stacked: `engine/layer_group.py` runs them"
         rotation_of = self.rotations(positions)
         for index, layer in enumerate(self.layers):
@@ -459,25 +461,25 @@ class Stage(nnx.Module):
         return x
 
     def rotations(self, positions: Array) -> Callable[[int], Rotation]:
-        """By place in the stage, for `positions` i32[...]."""
+        """Returns a function from layer index in the stage to the rotation for `positions` i32[...]."""
         config = self.config
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
-        far = near = rotations(positions, inverse_frequencies(config), factor)
+        full = local = rotations(positions, inverse_frequencies(config), factor)
         if config.local_rope_theta is not None:
-            near = rotations(positions, inverse_frequencies(config, local=True))
-        return lambda index: far if config.window(self.numbers[index]) is None else near
+            local = rotations(positions, inverse_frequencies(config, local=True))
+        return lambda index: full if config.window(self.numbers[index]) is None else local
 
     def states(self, x: Array) -> Array:
-        """[..., hidden] as the head takes them."""
+        """Returns the normalised states [..., hidden] that the head takes."""
         assert self.norm is not None, "only the last stage has a head"
         return self.norm(x)
 
     def logits(self, x: Array) -> Array:
-        """[..., hidden] -> f32[..., V], whole on every shard."""
+        """Returns f32[..., V], whole on every shard, from x [..., hidden]."""
         return self.scores(self.states(x))
 
     def scores(self, x: Array) -> Array:
-        """[..., hidden], as the head takes them -> f32[..., V], whole on every shard."""
+        """Returns f32[..., V], whole on every shard, from normalised states [..., hidden]."""
         table = self.embed if self.head is None else self.head
         assert table is not None
         head, scale = table[...], None if self.head_scale is None else self.head_scale[...]
@@ -493,7 +495,7 @@ class Stage(nnx.Module):
 
 
 def dense_attend(options_of: OptionsOf) -> Attend:
-    """Plain causal attention over the tokens at hand: q [..., T, Hq, D], no cache."""
+    """Returns plain causal attention over the given tokens: q [..., T, Hq, D], no cache."""
 
     def attend(layer: int, q: Array | LatentQueries, k: Array, v: Array | None, sinks: Array | None = None) -> Array:
         if isinstance(q, LatentQueries):
@@ -517,17 +519,16 @@ def dense_attend(options_of: OptionsOf) -> Attend:
 
 
 def _lead(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions in front of [H, Q, K]."""
+    """Returns the axes before [H, Q, K]."""
     return tuple(range(len(shape) - 3))
 
 
 def attending(attend: Attend) -> CallLayer:
-    """Runs a layer whose attention is `attend`."""
     return lambda layer, x, rotation, index: layer(x, rotation, index, attend)
 
 
 def forward(model: Stage, tokens: Array) -> Array:
-    """Full forward of the whole model: i32[B, T] -> f32[B, T, V]. The definition every served token is held against."""
+    """Runs the whole model: i32[B, T] -> f32[B, T, V]. Tests compare every served token with this reference."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
     call = attending(dense_attend(model.attention))
     return model.logits(model.run_layers(model.embed_tokens(tokens), positions, call))

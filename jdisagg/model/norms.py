@@ -1,4 +1,4 @@
-"""Norms of the network."""
+"""RMS norms, and the overlap of all-reduces with products by splitting a chunk's rows in halves."""
 
 from __future__ import annotations
 
@@ -30,20 +30,18 @@ class RMSNorm(nnx.Module):
         return over(self.scale[...], x) * wide.astype(x.dtype)
 
     def rate(self, squares: Array) -> Array:
-        """What rows whose squares have this mean are multiplied by."""
+        """Returns the factor of rows with this mean of squares."""
         return jax.lax.rsqrt(squares + self.epsilon)
 
     def scaled(self, x: Array, scale: Array) -> Array:
-        """Some columns of rows by their part of the scale, and by no rate yet."""
+        """Applies a slice of the scale to some columns, without the factor of `rate`."""
         wide = scale.astype(jnp.float32) + self.offset if self.offset else scale
         return (over(wide, x) * x).astype(x.dtype)
 
 
 class WideNorm(nnx.Module):
-    """RMSNorm over all heads of all shards at once (OLMo 2, section 3), of which this shard holds some.
-
-    copies: how many shards hold each of the heads. Heads that are padding are zeros and add nothing.
-    """
+    """RMSNorm over all heads of all shards (OLMo 2, section 3), of which this shard holds some. `copies` is the number
+    of shards that hold each head. Padding heads are zeros and add nothing."""
 
     def __init__(self, heads: int, whole: int, copies: int, config: ModelConfig, axis: str | None, dtype: DTypeLike):
         self.scale = nnx.Param(jnp.ones((heads * config.head_dim,), dtype))
@@ -51,7 +49,7 @@ class WideNorm(nnx.Module):
         self.axis, self.epsilon = axis, config.rms_norm_eps
 
     def __call__(self, x: Array) -> Array:
-        """[..., H, D] of this shard."""
+        """Normalises this shard's heads [..., H, D]."""
         wide = x.astype(jnp.float32)
         squares = jnp.sum(wide * wide, axis=(-2, -1), keepdims=True)
         squares = squares if self.axis is None else jax.lax.psum(squares, self.axis)
@@ -63,7 +61,7 @@ class WideNorm(nnx.Module):
 def head_norm(
     config: ModelConfig, heads: int, whole: int, copies: int, axis: str | None, dtype: DTypeLike
 ) -> RMSNorm | WideNorm | None:
-    """The norm of q or k of which a shard holds `heads` of `whole` heads; None where the family has none."""
+    """Returns the norm of q or k for a shard with `heads` of `whole` heads; None if the family has none."""
     if not config.qk_norm:
         return None
     if config.qk_norm_is_wide:
@@ -72,33 +70,35 @@ def head_norm(
 
 
 def normed(norm: RMSNorm | WideNorm | None, x: Array) -> Array:
-    """`x` where there is no norm."""
+    """Applies a norm; returns `x` if it is None."""
     return x if norm is None else norm(x)
 
 
-# A chunk's rows in two halves, so that one's sums over the shards go on while the other's products run.
+# A chunk's rows in two halves: the all-reduce of one half overlaps the products of the other.
 #
-# A row's layer needs nothing of another's but in attention, whose keys and values are written before. Halves take
-# turns: a product of the second begins when the first one's has ended, and only then is the first one's sum
-# waited for. The compiler would otherwise join both halves' products into one again.
+# Rows depend on each other only in attention, whose keys and values are written before. The halves alternate: a product
+# of the second starts when that of the first has ended, and only then is the first half's all-reduce awaited. Without
+# these barriers the compiler would join both halves' products again.
 
-# Of one half: with fewer rows a device reads its matrices for longer than it multiplies, and each half reads them.
+# Fewest rows of one half: with fewer rows reading the matrices takes longer than multiplying, and each half reads them.
 # Balance of FLOPs and bytes in bf16: v5p 166 rows, v5e 240, H100 295, v6e 560.
 FEWEST_ROWS = 512
-TILE = 128  # rows of a matrix unit: the first half ends at a multiple
+TILE = 128  # rows of a matrix unit; the size of the first half is a multiple of it
 
 
 def halves(model: ModelConfig, rows: int, shards: int, *, out_first: bool, adapted: bool) -> int:
-    """Parts that a chunk's rows go in: 2 or 1. Matrices that lie [out, in] are a CPU's, which sends nothing by itself.
+    """Returns into how many parts a chunk's rows are split: 2 or 1. Matrices stored [out, in] mean a CPU, which cannot
+    overlap.
 
-    Experts and latents have collectives of their own, and rows' adapters are told for all rows at once.
+    Experts and latents have their own collectives, and adapter slots are set for all rows at once, so both are
+    excluded.
     """
     dense = model.experts is None and model.latent is None
     return 2 if shards > 1 and dense and not out_first and not adapted and rows >= 2 * FEWEST_ROWS else 1
 
 
 def cut(rows: Array) -> tuple[Array, Array]:
-    """Both halves of [T, ...], the first no shorter."""
+    """Splits [T, ...] into halves; the first is at least as long."""
     middle = -(-rows.shape[0] // (2 * TILE)) * TILE
     return rows[:middle], rows[middle:]
 
@@ -106,18 +106,18 @@ def cut(rows: Array) -> tuple[Array, Array]:
 def in_turn(
     parts: Sequence[Array], begin: Callable[[Array], Partial], end: Callable[[Partial], Array]
 ) -> tuple[Array, ...]:
-    """Of each part its product summed over the shards: while one is summed, the next one is multiplied."""
+    """Returns each part's reduced product; the reduction of one part overlaps the product of the next."""
     begun, ended, product, summed = list[Partial](), list[Array](), None, None
     for part in parts:
         begun.append(begin(after(part, product)))
         product = begun[-1].sums
     for each in begun:
-        # A scheduler that may choose puts the second product, or both sums, where nothing is beside them.
+        # Without this barrier the compiler may schedule the second product or both reductions without overlap.
         summed = end(each._replace(sums=after(each.sums, summed)))
         ended.append(after(summed, product))
     return tuple(ended)
 
 
 def after(array: Array, before: Array | None) -> Array:
-    """The same, not before `before` is there."""
+    """Returns `array`, with a barrier that orders it after `before`."""
     return array if before is None else jax.lax.optimization_barrier((array, before))[0]

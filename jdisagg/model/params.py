@@ -1,7 +1,7 @@
-"""A stage's weights on its devices: cut from a source, shard by shard, straight into sharded arrays.
+"""Loads a stage's weights from a source, shard by shard, into sharded arrays.
 
-The module tree is flattened once, here; from then on a stage is a flat list of leaves, and `merge` rebuilds the
-`Stage` inside a jitted program. Under `shard_map` with `specs`, each program sees its shard's local arrays.
+The module tree is flattened once here. Afterwards a stage is a flat list of leaves, and `merge` rebuilds the `Stage`
+inside a jitted program. Under `shard_map` with `specs`, each program sees its shard's local arrays.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ from jdisagg.model.shards import channel_scales, scaled_shard, shard_of_leaf
 from jdisagg.model.sources import FLOATS, Source
 from jdisagg.parallel.submesh import Device
 
-SUMMED = ("out.kernel", "mlp.down.kernel", "mlp.down")  # what all experts and a shared MLP make is summed at once
+SUMMED = (
+    "out.kernel",
+    "mlp.down.kernel",
+    "mlp.down",
+)  # leaves whose product is reduced; experts and shared MLP share one
 AXIS = "tp"  # the one axis of a stage's mesh
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Which layers' weights stand on which devices, and in what form: all but the numbers."""
+    """The layers, devices and number formats of a stage: everything but the numbers."""
 
     config: ModelConfig
     layers: range
-    mesh: Mesh  # of one axis, "tp"
-    dtype: DTypeLike  # of activations, and of matrices that `weights` does not round
+    mesh: Mesh  # one axis, "tp"
+    dtype: DTypeLike  # dtype of activations and of matrices that `weights` does not round
     weights: WeightFormat = AS_MADE
-    out_first: bool | None = None  # whether matrices lie [out, in]; None: as the mesh's platform wants them
+    out_first: bool | None = None  # True if matrices are stored [out, in]; None: as the platform prefers
 
     @property
     def tp(self) -> int:
@@ -49,7 +53,6 @@ class StageSpec:
 
     @property
     def device(self) -> Device:
-        """One of those, which are all of a kind."""
         return self.mesh.devices.flat[0]
 
     @property
@@ -57,7 +60,6 @@ class StageSpec:
         return self.device.platform
 
     def abstract(self, repeat: Repeat | None = None) -> AbstractStage:
-        """The tree of its layers, written out or as a loop."""
         assert self.mesh.axis_names == (AXIS,), self.mesh.axis_names
         out_first = layout_of(self.platform) if self.out_first is None else self.out_first
         sharded = self.tp, AXIS if self.tp > 1 else None
@@ -69,7 +71,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class AbstractStage:
-    """The tree of a stage as one shard sees it, without memory."""
+    """The module tree of one shard of a stage, without memory."""
 
     graphdef: nnx.GraphDef
     treedef: Any  # a PyTreeDef; JAX gives no name for it that type checkers accept
@@ -78,7 +80,7 @@ class AbstractStage:
     forms: dict[str, MatrixForm]  # see `forms_of`
 
     def rules(self, table: dict[str, Leaf]) -> list[Leaf]:
-        """How each leaf is made from a checkpoint; `table` is of `stage_leaves`."""
+        """Returns the recipe of each leaf from a checkpoint; `table` comes from `stage_leaves`."""
         return [self._rule(path, table) for path in self.paths]
 
     def _rule(self, path: str, table: dict[str, Leaf]) -> Leaf:
@@ -86,7 +88,7 @@ class AbstractStage:
         return as_it_lies(table[path], path, self.forms) if kernel is None else table[kernel].channels()
 
     def scaled_by(self, path: str) -> str | None:
-        """The leaf whose scales this one holds; None where it holds anything else."""
+        """Returns the leaf whose scales are at `path`; None if `path` is not a scale."""
         kernel = "head" if path == "head_scale" else path.removesuffix("scale") + "kernel"
         form = self.forms.get(kernel)
         return kernel if path.endswith("scale") and form is not None and form.is_scaled else None
@@ -94,11 +96,8 @@ class AbstractStage:
 
 @dataclass(frozen=True)
 class StageParams:
-    """A stage's weights. Leaf i is a whole array sharded by `specs[i]` (on one device, `specs[i]` is empty).
-
-    Where nothing was loaded (`abstract_stage_params`) the leaves are shapes with a sharding: enough to compile
-    programs for.
-    """
+    """A stage's weights. Leaf i is a global array sharded by `specs[i]`, which is empty on one device. Without loading
+    (`abstract_stage_params`) leaves are shapes with a sharding, enough to compile programs for."""
 
     graphdef: nnx.GraphDef
     treedef: Any  # a PyTreeDef; JAX gives no name for it that type checkers accept
@@ -107,17 +106,17 @@ class StageParams:
     num_reductions: int = 0  # see `count_reductions`
 
     def merge(self, leaves: list[jax.Array]) -> Stage:
-        """The module over `leaves`: one shard's local arrays under `shard_map`, the whole ones on one device."""
+        """Returns the module over `leaves`: a shard's local arrays under `shard_map`, or whole arrays on one device."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     @property
     def in_f32(self) -> bool:
-        """Whether no number of fewer bits is computed with: none of the weights is a float of another kind."""
+        """True if all floating-point weights are f32."""
         return all(leaf.dtype == jnp.float32 or not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in self.leaves)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards together, replicas counted once."""
+        """Bytes of all shards together, with replicas counted once."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
 
@@ -132,10 +131,8 @@ def abstract_stage(
     spread: Vocabulary | None = None,
     repeat: Repeat | None = None,
 ) -> AbstractStage:
-    """The stage of `layers` as one of `tp` shards sees it, its matrices in the form asked for; nothing is allocated.
-
-    spread: of a ring, repeat: of a loop, see `network.Stage`.
-    """
+    """Returns one shard of a stage with matrices in the given form; nothing is allocated. See `network.Stage` for
+    `spread` (rings) and `repeat` (loops)."""
     assert len(layers) and 0 <= min(layers) <= max(layers) < config.num_layers, layers
 
     def formed() -> Stage:
@@ -151,7 +148,7 @@ def abstract_stage(
 
 
 def forms_of(stage: Stage) -> dict[str, MatrixForm]:
-    """Of every matrix by its leaf, as "layers.0.attention.qkv.kernel", and of "head"."""
+    """Returns the form of every matrix by leaf, such as "layers.0.attention.qkv.kernel", and of "head"."""
     experts = {
         ".".join(map(str, (*path, name))): module.form
         for path, module in nnx.iter_modules(stage)
@@ -162,7 +159,6 @@ def forms_of(stage: Stage) -> dict[str, MatrixForm]:
 
 
 def weight_forms(module: nnx.Module) -> dict[str, MatrixForm]:
-    """Of every matrix that is a `Weight`."""
     return {
         ".".join(map(str, (*path, "kernel"))): each.form
         for path, each in nnx.iter_modules(module)
@@ -171,21 +167,21 @@ def weight_forms(module: nnx.Module) -> dict[str, MatrixForm]:
 
 
 def as_it_lies(rule: Leaf, path: str, forms: dict[str, MatrixForm]) -> Leaf:
-    """The leaf of `path`, [in, out] by its rule, as its matrix lies; the head lies as the checkpoint's does anyway."""
+    """Returns the leaf of `path` in the stored orientation of its matrix; the head is always stored as in the
+    checkpoint."""
     form = forms.get(path)
     return rule.flipped() if form is not None and form.out_first and path != "head" else rule
 
 
 def dotted(path: tuple) -> str:
-    """A path of the module tree as "layers.0.attention.qkv.kernel"."""
+    """Returns a path of the module tree as "layers.0.attention.qkv.kernel"."""
     return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def load_stage(source: Source, spec: StageSpec) -> StageParams:
-    """Reads a stage onto its devices, each shard's slice on its own; matrices are rounded as it says.
+    """Loads a stage onto its devices, each shard's slice on its own, in the formats of `spec`.
 
-    On a mesh of one device the program has no axis and the leaves lie on that device alone. The host holds one
-    leaf at a time.
+    On a mesh of one device the program has no axis and leaves are on that device. Host memory holds one leaf at a time.
     Raises `MissingTensor`, `WrongShape`, `WrongDtype`.
     """
     outline, _, leaves = load_leaves(source, spec)
@@ -193,7 +189,8 @@ def load_stage(source: Source, spec: StageSpec) -> StageParams:
 
 
 def load_leaves(source: Source, spec: StageSpec) -> tuple[StageParams, AbstractStage, Iterator[jax.Array]]:
-    """As `load_stage`: the shapes, and the leaves that have them, each read when it is asked for."""
+    """Returns what `load_stage` needs: the shapes, the abstract stage, and an iterator that loads each leaf on
+    demand."""
     check_depth(source, spec.config, spec.layers)
     outline, abstract, rules = outline_of(spec)
     check_leaves(source, rules)
@@ -203,15 +200,13 @@ def load_leaves(source: Source, spec: StageSpec) -> tuple[StageParams, AbstractS
 
 
 def abstract_stage_params(spec: StageSpec) -> StageParams:
-    """What `load_stage` gives, with shapes in place of arrays: nothing is read and nothing allocated.
-
-    The devices may be those of a machine that is not there.
-    """
+    """Returns the result of `load_stage` with shapes instead of arrays; nothing is read or allocated. The devices may
+    belong to a topology that is not attached."""
     return outline_of(spec)[0]
 
 
 def outline_of(spec: StageSpec) -> tuple[StageParams, AbstractStage, list[Leaf]]:
-    """The stage's shapes, and for each leaf how it is made from a checkpoint."""
+    """Returns the stage's shapes and the recipe of each leaf."""
     config, tp, abstract = spec.config, spec.tp, spec.abstract()
     rules = abstract.rules(stage_leaves(config, spec.layers, tp if config.vocab_size % tp == 0 else 1))
     specs, leaves = placed_leaves(abstract, rules, spec)
@@ -222,7 +217,7 @@ def outline_of(spec: StageSpec) -> tuple[StageParams, AbstractStage, list[Leaf]]
 def placed_leaves(
     abstract: AbstractStage, rules: list[Leaf], spec: StageSpec
 ) -> tuple[list[PartitionSpec], list[jax.ShapeDtypeStruct]]:
-    """How each leaf is cut over the shards of the mesh, and its shape there."""
+    """Returns how each leaf is cut over the mesh, and its global shape."""
     specs = [_spec(rule, spec.tp) for rule in rules]
     leaves = [
         _whole_leaf(rule, local, spec.sharding(each), spec.tp)
@@ -232,13 +227,13 @@ def placed_leaves(
 
 
 def count_reductions(abstract: AbstractStage) -> int:
-    """All-reduces that are written out in one pass over its layers, where there are several shards."""
+    """Returns the all-reduces in one pass over the layers if there are several shards."""
     summed = [abstract.forms[path] for path in abstract.paths if path.endswith(SUMMED)]
-    return sum(2 if form.is_scaled else 1 for form in summed)  # a token's scale, then the sums
+    return sum(2 if form.is_scaled else 1 for form in summed)  # quantised: the rows' scales, then the sums
 
 
 def check_tensors(source: Source, config: ModelConfig) -> None:
-    """Every tensor of the whole model is in `source`. Raises `MissingTensor`, `WrongShape`, `WrongDtype`."""
+    """Checks that `source` has every tensor of the model. Raises `MissingTensor`, `WrongShape`, `WrongDtype`."""
     layers = range(config.num_layers)
     check_depth(source, config, layers)
     table = stage_leaves(config, layers, 1)
@@ -246,14 +241,15 @@ def check_tensors(source: Source, config: ModelConfig) -> None:
 
 
 def check_depth(source: Source, config: ModelConfig, layers: range) -> None:
-    """Every layer is there, as its first norm tells: drawing a network of hundreds of them takes minutes."""
+    """Checks that every layer exists by its first norm, because building a tree of hundreds of missing layers takes
+    minutes."""
     for name in (first_tensor(config, layer) for layer in layers):
         if source.shape(name) is None:
             raise MissingTensor(f"tensor {name} is not in {source.place}")
 
 
 def check_leaves(source: Source, rules: list[Leaf]) -> None:
-    """Every tensor is there with its shape and holds real numbers, before the first byte is read."""
+    """Checks existence, shape and dtype of every tensor before the first byte is read."""
     for part in (part for rule in rules for part in rule.parts):
         found = source.shape(part.name)
         if found is None:
@@ -274,7 +270,6 @@ def _spec(rule: Leaf, tp: int) -> PartitionSpec:
 
 
 def _whole_leaf(rule: Leaf, local: jax.ShapeDtypeStruct, sharding: Sharding, tp: int) -> jax.ShapeDtypeStruct:
-    """The leaf of all shards from one shard's."""
     shape = [size * tp if axis == rule.axis else size for axis, size in enumerate(local.shape)]
     return jax.ShapeDtypeStruct(shape, local.dtype, sharding=sharding)
 
@@ -282,21 +277,21 @@ def _whole_leaf(rule: Leaf, local: jax.ShapeDtypeStruct, sharding: Sharding, tp:
 def load_leaf(
     source: Source, abstract: AbstractStage, path: str, rule: Leaf, leaf: jax.ShapeDtypeStruct, tp: int
 ) -> jax.Array:
-    """One leaf of a stage, each shard's slice on its own."""
+    """Loads one leaf of a stage, each shard's slice on its own."""
     shard_of = shards_of(source, abstract, path, rule, tp, leaf)
 
     def shard_at(index: Index | None) -> np.ndarray:
         start = 0 if rule.axis is None or not index else index[rule.axis].start or 0
         return shard_of(0 if rule.axis is None else start * tp // leaf.shape[rule.axis])
 
-    # Waiting here is what keeps the host at one leaf: transfers to an accelerator hold their buffer until they end.
+    # Blocking limits host memory to one leaf: a transfer to an accelerator holds its buffer until it ends.
     return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, shard_at))
 
 
 def shards_of(
     source: Source, abstract: AbstractStage, path: str, rule: Leaf, tp: int, leaf: jax.ShapeDtypeStruct
 ) -> Callable[[int], np.ndarray]:
-    """What makes one shard of a leaf on the host."""
+    """Returns a function that builds one shard of a leaf on the host."""
     form, kernel = abstract.forms.get(path), abstract.scaled_by(path)
     if kernel is not None:
         return lambda shard: channel_scales(source, rule, shard, tp, abstract.forms[kernel].dtype)

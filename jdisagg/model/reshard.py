@@ -1,8 +1,9 @@
-"""A stage's weights from those that lie on the devices already, cut otherwise: nothing is read from the checkpoint.
+"""Builds a stage's weights from weights already on the devices with another cut, without reading the checkpoint.
 
-The plan comes from `core/layout/tensor_cut.py`. Every leaf of a worker's last life is one of its next: the same rows,
-cut for other shards, on other devices of the same worker. Numbers are moved as they are, so that the weights are to the
-last bit what `load_stage` reads. A leaf is given up as soon as its successor is there: never are all held twice.
+The plan comes from `core/layout/tensor_cut.py`. Every leaf of a worker's previous configuration becomes one of its
+next: the same rows, cut for other shards, on other devices of the same worker. Numbers are copied unchanged, so the
+weights equal those of `load_stage` bit for bit. A leaf is freed as soon as its successor exists, so the weights are
+never held twice.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from jdisagg.model.params import AbstractStage, StageParams, StageSpec, load_lea
 from jdisagg.model.products import TINY
 from jdisagg.model.sources import Source
 
-WHOLE = 1 << 40  # rows of a leaf that no cut divides
+WHOLE = 1 << 40  # stands for the length of a leaf that neither cut divides
 
 
 @dataclass(frozen=True)
 class HeldLeaf:
-    """A leaf that lies on a mesh of `tp` shards. `leaves[index]` is taken from there, and given up."""
+    """A leaf on a mesh of `tp` shards; `take` removes it from `leaves[index]`."""
 
     rule: Leaf
     tp: int
@@ -43,23 +44,21 @@ class HeldLeaf:
 
 @dataclass
 class HeldWeights:
-    """All that a worker holds, by the leaf's name in the whole model: a `LoadStage` of other cuts of it.
-
-    What it holds in another dtype, or not at all, is read again from the source: `read_again` says what.
-    """
+    """All weights that a worker holds, by leaf name in the whole model, as the source of a stage with other cuts.
+    Leaves with another dtype and missing leaves are read from the source; `read_again` lists them."""
 
     leaves: dict[str, HeldLeaf] = field(default_factory=dict[str, HeldLeaf])
-    moved_bytes: int = 0  # from device to device
+    moved_bytes: int = 0  # bytes copied between devices
     read_again: list[str] = field(default_factory=list[str])
 
     def add(self, params: StageParams, spec: StageSpec) -> None:
-        """A stage of the last life, as `load_stage` made it."""
+        """Adds a stage of the previous configuration, as loaded by `load_stage`."""
         _, abstract, rules = outline_of(spec)
         for index, (path, rule) in enumerate(zip(abstract.paths, rules, strict=True)):
             self.leaves[whole_name(path, spec.layers)] = HeldLeaf(rule, spec.tp, params.leaves, index)
 
     def load(self, source: Source, spec: StageSpec) -> StageParams:
-        """As `load_stage`, of what is held."""
+        """Loads a stage as `load_stage` does, from the held leaves."""
         outline, abstract, rules = outline_of(spec)
         leaves = [
             self._leaf(whole_name(path, spec.layers), path, rule, leaf, abstract, spec.mesh, source)
@@ -83,7 +82,7 @@ class HeldWeights:
 
 
 def whole_name(path: str, layers: range) -> str:
-    """ "layers.0.mlp.down.kernel" of a stage that begins at layer 4 is "layers.4.mlp.down.kernel" of the model."""
+    """Returns a leaf's name in the whole model: "layers.0.x" of a stage from layer 4 is "layers.4.x"."""
     kind, _, rest = path.partition(".")
     if kind != "layers":
         return path
@@ -94,7 +93,7 @@ def whole_name(path: str, layers: range) -> str:
 def recut(
     held: jax.Array, old: Leaf, old_tp: int, new: Leaf, leaf: jax.ShapeDtypeStruct, mesh: Mesh, padding: float = 0.0
 ) -> tuple[jax.Array, int]:
-    """The leaf for `mesh`, and the bytes that came from another device. `padding`: what places for nothing hold."""
+    """Returns the leaf for `mesh` and the bytes copied between devices. `padding` is the value of padded elements."""
     axis = (old.axis if new.axis is None else new.axis) or 0
     shards = sorted(held.addressable_shards, key=lambda shard: shard.index[axis].start or 0)
     cuts = [cut_of(old, new, shard, old_tp) for shard in range(old_tp)]
@@ -102,21 +101,21 @@ def recut(
         cuts = cuts[:1] * len(shards)  # every device holds all of it
     made, moved = list[jax.Array](), 0
     for number, device in enumerate(mesh.devices.flat):
-        near = next((index for index, shard in enumerate(shards) if shard.device == device), None)
+        own_index = next((index for index, shard in enumerate(shards) if shard.device == device), None)
         wanted = cut_of(new, old, number, mesh.size)
-        moves = plan_weight_moves(cuts, wanted, near)
+        moves = plan_weight_moves(cuts, wanted, own_index)
         pieces = [_piece(shards[move.shard].data, move, axis, device) for move in moves]
-        moved += sum(piece.nbytes for piece, move in zip(pieces, moves, strict=True) if move.shard != near)
+        moved += sum(piece.nbytes for piece, move in zip(pieces, moves, strict=True) if move.shard != own_index)
         made.append(_filled(pieces, moves, wanted.length, axis, (leaf, device, padding)))
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, made), moved
 
 
 def cut_of(rule: Leaf, other: Leaf, shard: int, tp: int) -> ShardCut:
-    """One shard of the leaf. Where this cut of it is none, it is whole along the dimension that `other` cuts."""
+    """Returns one shard's rows of the leaf. A leaf that is not cut is whole along the dimension that `other` cuts."""
     if rule.experts:
         held = experts_held(rule.experts, tp)
-        there = range(min(shard * held, rule.experts), min((shard + 1) * held, rule.experts))
-        return shard_cut([(there, held)])
+        experts = range(min(shard * held, rule.experts), min((shard + 1) * held, rule.experts))
+        return shard_cut([(experts, held)])
     if rule.axis is None and other.axis is None:
         return shard_cut([(range(WHOLE), WHOLE)])
     parts = zip(rule.parts, other.parts, strict=True)
@@ -131,28 +130,28 @@ def _held(part: Part, other: Part, shard: int, tp: int) -> tuple[range, int]:
 
 
 def _piece(data: jax.Array, move: WeightMove, axis: int, device: Any) -> jax.Array:
-    """What moves, on its new device; a shard that goes whole is not copied where it stays."""
+    """Returns the rows to move on their new device; a whole shard that stays is not copied."""
     if move.length not in (WHOLE, data.shape[axis]):
         data = jax.lax.slice_in_dim(data, move.start, move.start + move.length, axis=axis)
     return jax.device_put(data, device)
 
 
 def _filled(
-    pieces: Sequence[jax.Array], moves: Sequence[WeightMove], length: int, axis: int, place: tuple[Any, Any, float]
+    pieces: Sequence[jax.Array], moves: Sequence[WeightMove], length: int, axis: int, target: tuple[Any, Any, float]
 ) -> jax.Array:
-    """The shard: its pieces one behind the other, and padding where there is none."""
+    """Returns the shard: its pieces concatenated, with padding in the gaps."""
     if len(pieces) == 1 and moves[0].length == length:
         return pieces[0]
-    done, row = 0, list[jax.Array]()
+    done, segments = 0, list[jax.Array]()
     for piece, move in zip(pieces, moves, strict=True):
-        row += [_padding(axis, move.offset - done, place), piece]
+        segments += [_padding(axis, move.offset - done, target), piece]
         done = move.offset + move.length
-    row.append(_padding(axis, length - done, place))
-    return jnp.concatenate([each for each in row if each.shape[axis]], axis=axis)
+    segments.append(_padding(axis, length - done, target))
+    return jnp.concatenate([each for each in segments if each.shape[axis]], axis=axis)
 
 
-def _padding(axis: int, length: int, place: tuple[Any, Any, float]) -> jax.Array:
-    leaf, device, padding = place
+def _padding(axis: int, length: int, target: tuple[Any, Any, float]) -> jax.Array:
+    leaf, device, padding = target
     sizes = list(leaf.sharding.shard_shape(leaf.shape))
     sizes[axis] = length
     return jax.device_put(np.full(sizes, padding, leaf.dtype), device)

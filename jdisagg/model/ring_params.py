@@ -1,7 +1,7 @@
-"""The weights of a ring: one program's leaves, each the leaves of all stages at that place, stacked and cut over "pp".
+"""Weights of a decode ring: each leaf stacks the corresponding leaves of all stages and is cut over "pp".
 
-Leaf i of a layer is [stages, ...] of what `params.py` makes of one stage; places that are padding are zeros. Embedding
-and head lie in rows over all shards of the ring, padded to the next multiple.
+A layer's leaf is [stages, ...] of one stage's leaf in `params.py`; padding layers are zeros. Embedding and head are cut
+by rows over all shards of the ring, padded to a multiple.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from jdisagg.model.products import layout_of
 from jdisagg.model.sources import Source
 from jdisagg.parallel.submesh import BOTH, RING, RingMesh
 
-ENDS = ("embed", "head", "head_scale")  # over the whole ring
+ENDS = ("embed", "head", "head_scale")  # leaves cut over the whole ring
 
 
 @dataclass(frozen=True)
 class RingParams(StageParams):
-    """As `StageParams`, of all stages; under `shard_map` a layer's leaves come with a first dimension of one."""
+    """Parameters of all stages of a ring; under `shard_map` a layer's leaves have a first dimension of one."""
 
-    stacked: tuple[bool, ...] = ()  # leaf by leaf
+    stacked: tuple[bool, ...] = ()  # per leaf: has a dimension of stages
 
     def merge(self, leaves: list[jax.Array]) -> Stage:
         mine = [
@@ -50,7 +50,7 @@ class RingParams(StageParams):
 
 @dataclass(frozen=True)
 class Outline:
-    """What the leaves will be, and how each is made."""
+    """The shapes of a ring's leaves and the recipe of each."""
 
     params: RingParams
     abstract: AbstractStage
@@ -60,14 +60,14 @@ class Outline:
 def ring_outline(
     config: ModelConfig, cut: RingCut, ring: RingMesh, dtype: DTypeLike, weights: WeightFormat = AS_MADE
 ) -> Outline:
-    """The shapes of a ring's weights; nothing is read and nothing allocated."""
+    """Returns the shapes of a ring's weights; nothing is read or allocated."""
     out_first, spread = layout_of(ring.devices[0].platform), Vocabulary(BOTH, len(ring.devices))
     weights = alike(weights, cut)
     abstract = abstract_stage(config, cut.numbers, ring.tp, ring.axis, dtype, weights, out_first, spread)
     table = abstract.rules(ring_leaves(config, cut.numbers))
     own = [abstract.rules(ring_leaves(config, _filled(cut, stage))) for stage in range(cut.num_stages)]
     rules = [
-        [own[stage][leaf] if _stands(cut, stage, path) else None for stage in range(cut.num_stages)]
+        [own[stage][leaf] if _has_own_leaf(cut, stage, path) else None for stage in range(cut.num_stages)]
         for leaf, path in enumerate(abstract.paths)
     ]
     specs = [_spec(rule, path, ring.tp) for rule, path in zip(table, abstract.paths, strict=True)]
@@ -90,7 +90,7 @@ def load_ring(
     dtype: DTypeLike,
     weights: WeightFormat = AS_MADE,
 ) -> RingParams:
-    """Reads the shards of this process's devices, each on its own; raises as `load_stage`."""
+    """Loads the shards of this process's devices, each on its own. Raises what `load_stage` raises."""
     check_depth(source, config, range(config.num_layers))
     outline = ring_outline(config, cut, ring, dtype, weights)
     check_leaves(source, [rule for rules in outline.rules for rule in rules if rule is not None])
@@ -99,23 +99,24 @@ def load_ring(
 
 
 def alike(weights: WeightFormat, cut: RingCut) -> WeightFormat:
-    """What stays full at a place of one stage stays full there in all: they run one program."""
+    """Returns a format in which a layer index is at full precision in all stages if it is in one, because stages share
+    a program."""
     full = set(weights.full)
-    for place, number in enumerate(cut.numbers):
-        for layer in (row[place] for row in cut.places):
+    for index, number in enumerate(cut.numbers):
+        for layer in (row[index] for row in cut.places):
             names = [path.split(".", 1) for path in weights.full if path.startswith(f"{layer}.")]
             full.update(f"{number}.{name}" for _, name in names)
     return replace(weights, full=frozenset(full))
 
 
 def _filled(cut: RingCut, stage: int) -> list[int]:
-    """The stage's layers, some other stage's where it has padding."""
+    """Returns the stage's layers, with another stage's layer where it has padding."""
     pairs = zip(cut.places[stage], cut.numbers, strict=True)
     return [number if layer is None else layer for layer, number in pairs]
 
 
-def _stands(cut: RingCut, stage: int, path: str) -> bool:
-    """Whether the stage has something of its own at the leaf."""
+def _has_own_leaf(cut: RingCut, stage: int, path: str) -> bool:
+    """Returns True if the stage has weights of its own for the leaf."""
     return not path.startswith("layers.") or cut.places[stage][int(path.split(".")[1])] is not None
 
 
@@ -132,7 +133,7 @@ def _spec(rule: Leaf, path: str, tp: int) -> PartitionSpec:
 def _whole(
     rule: Leaf, path: str, local: jax.ShapeDtypeStruct, sharding: NamedSharding, ring: RingMesh
 ) -> jax.ShapeDtypeStruct:
-    """The leaf of the whole ring from one shard's."""
+    """Returns the ring's global leaf from one shard's."""
     if path in ENDS:
         return jax.ShapeDtypeStruct(
             (local.shape[0] * len(ring.devices), *local.shape[1:]), local.dtype, sharding=sharding
@@ -150,20 +151,20 @@ def _loaded(source: Source, outline: Outline, index: int, ring: RingMesh) -> jax
         return shards_of(source, outline.abstract, path, rule, number, leaf)
 
     def shard_at(found: Index | None) -> np.ndarray:
-        place = found or (slice(None),) * len(leaf.shape)
+        slices = found or (slice(None),) * len(leaf.shape)
         if not stacked:
             rule, number = rules[0], len(ring.devices) if path in ENDS else 1
             assert rule is not None, path
-            return shards(rule, number)(_shard(place[0], leaf.shape[0], number) if path in ENDS else 0)
-        rule = rules[place[0].start or 0]
+            return shards(rule, number)(_shard(slices[0], leaf.shape[0], number) if path in ENDS else 0)
+        rule = rules[slices[0].start or 0]
         if rule is None:
             return np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         axis = None if rule.axis is None else rule.axis + 1
-        shard = 0 if axis is None else _shard(place[axis], leaf.shape[axis], ring.tp)
+        shard = 0 if axis is None else _shard(slices[axis], leaf.shape[axis], ring.tp)
         return shards(rule, ring.tp)(shard)[None]
 
     return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, shard_at))
 
 
-def _shard(place: slice, size: int, shards: int) -> int:
-    return (place.start or 0) * shards // size
+def _shard(bounds: slice, size: int, shards: int) -> int:
+    return (bounds.start or 0) * shards // size

@@ -1,4 +1,4 @@
-"""Rotary positions (RoFormer, section 3.2), in the half-split order that Hugging Face checkpoints use."""
+"""Rotary positions (RoFormer, section 3.2), in the half-split order of Hugging Face checkpoints."""
 
 import math
 from typing import NamedTuple
@@ -11,17 +11,15 @@ from jdisagg.core.model_config import ModelConfig, RopeScaling
 
 
 class Rotation(NamedTuple):
-    """cos and sin, f32[..., R/2]: of the first R numbers of every head."""
+    """Cosines and sines f32[..., R/2] for the first R elements of every head."""
 
     cos: Array
     sin: Array
 
 
 def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarray:
-    """f32[R/2]: radians a token for each pair of channels, after the family's scaling.
-
-    local: those of layers with a window, where the model has others for them.
-    """
+    """Returns f32[R/2]: radians per token for each pair of channels, with the family's scaling. `local`: the
+    frequencies of window layers, if the model has separate ones."""
     size = config.rotary_dim or config.head_dim
     local = local and config.local_rope_theta is not None
     theta = config.local_rope_theta if local else config.rope_theta
@@ -29,7 +27,7 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarr
 
 
 def frequencies_of(size: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """f32[size/2] of `size` rotated numbers."""
+    """Returns f32[size/2] for `size` rotated elements."""
     exponents = np.arange(0, size, 2, dtype=np.float32) / size
     frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
     return frequencies if scaling is None else SCALED[scaling.kind](frequencies, theta, scaling).astype(np.float32)
@@ -40,20 +38,20 @@ def _linear(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.n
 
 
 def _llama3(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Long wavelengths are stretched, short ones kept, those between are blended."""
+    """Scales long wavelengths, keeps short ones and blends those in between."""
     wavelengths = 2 * math.pi / frequencies
-    turns = scaling.original_max_position / wavelengths
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    rotations_in_context = scaling.original_max_position / wavelengths
+    blend = (rotations_in_context - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = np.clip(blend, 0.0, 1.0)
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Blended by the pair's number, between those that turn `beta_fast` and `beta_slow` times (YaRN, equation 22)."""
+    """Blends by pair index between the pairs that rotate `beta_fast` and `beta_slow` times (YaRN, equation 22)."""
     size = 2 * len(frequencies)
 
-    def pair_of(turns: float) -> float:
-        return size * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def pair_of(num_rotations: float) -> float:
+        return size * math.log(scaling.original_max_position / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
@@ -72,7 +70,7 @@ SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _long
 
 
 def rotations(positions: Array, frequencies: np.ndarray, factor: float = 1.0) -> Rotation:
-    """Of i32[...] positions: f32[..., R/2] each, times `factor`."""
+    """Returns cosines and sines f32[..., R/2] for positions i32[...], times `factor`."""
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
     if factor == 1.0:
         return Rotation(jnp.cos(angles), jnp.sin(angles))
@@ -80,10 +78,10 @@ def rotations(positions: Array, frequencies: np.ndarray, factor: float = 1.0) ->
 
 
 def rotate(x: Array, rotation: Rotation) -> Array:
-    """Rotates the first R numbers of the heads of [..., H, D]; the result has the dtype of `x`."""
+    """Rotates the first R elements of the heads of x [..., H, D]; the result has the dtype of x."""
     cos, sin = rotation.cos[..., None, :], rotation.sin[..., None, :]
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
     first, second = wide[..., :half], wide[..., half : 2 * half]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*turned, wide[..., 2 * half :]], axis=-1).astype(x.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*rotated, wide[..., 2 * half :]], axis=-1).astype(x.dtype)

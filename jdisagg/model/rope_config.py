@@ -1,4 +1,4 @@
-"""Rotary positions as a `config.json` says them: base and scaling, in the old spelling and the new."""
+"""Reads RoPE base and scaling from a `config.json`, in the old and the new layout."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import RopeScaling
 from jdisagg.model.files import Fields, shown
 
-# The most that a config may ask for, far over any published model: what it says is looped over and allocated.
+# Upper limits for config values, far above any published model, because they determine loops and allocations.
 
 MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM = 512, 4096, 4096
 MOST_CHANNELS, MOST_VOCAB, MOST_POSITIONS = 1 << 20, 1 << 24, 1 << 27
 MOST_EXPERTS = 4096
-MOST_FACTOR = 1e6  # of rotary frequencies
+MOST_FACTOR = 1e6  # largest factor on rotary frequencies
 MOST_THETA = 1e15
 
 KINDS = ("default", "linear", "llama3", "yarn")
-DEFAULT_ORIGINAL = 2048  # where no length is said at all
+DEFAULT_ORIGINAL = 2048  # original length if the config has no length at all
 
 
 def rope_part(read: Fields) -> Fields:
-    """`rope_parameters` (transformers 5), else `rope_scaling` (before), else nothing. Refuses parts by layer type."""
+    """Returns `rope_parameters` (transformers 5), else `rope_scaling`, else an empty object. Refuses parameters by
+    layer type."""
     old, new = read.part("rope_scaling"), read.part("rope_parameters")
     rope = next((each for each in (new, old) if each is not None and each.raw), Fields({}, read.place))
     nested = [key for key, value in rope.raw.items() if isinstance(value, dict)]
@@ -34,7 +35,6 @@ def rope_part(read: Fields) -> Fields:
 
 
 def whole_rope(read: Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of a family that rotates all of every head alike."""
     rope = rope_part(read)
     for partial in (rope.number("partial_rotary_factor", 0, 1), read.number("partial_rotary_factor", 0, 1)):
         if partial not in (None, 1.0):
@@ -43,7 +43,7 @@ def whole_rope(read: Fields) -> tuple[float, RopeScaling | None]:
 
 
 def rope_of(read: Fields, rope: Fields, theta: float) -> tuple[float, RopeScaling | None]:
-    """Base and scaling that `rope` says, or `theta` where neither it nor the file says a base."""
+    """Returns base and scaling from `rope`; the base is `theta` if neither `rope` nor the file has one."""
     kind = rope.word("rope_type") or rope.word("type") or "default"
     if kind not in KINDS:
         raise UnsupportedModel(f"{read.place}: rope type {shown(kind)} is not supported; supported: {', '.join(KINDS)}")
@@ -52,7 +52,6 @@ def rope_of(read: Fields, rope: Fields, theta: float) -> tuple[float, RopeScalin
 
 
 def first_said(*places: tuple[Fields, str]) -> float | None:
-    """The first base that is there."""
     found = (fields.number(key, 0.0, MOST_THETA, open_low=True) for fields, key in places)
     return next((value for value in found if value is not None), None)
 
@@ -85,14 +84,14 @@ def _factor(rope: Fields, key: str) -> float | None:
 
 
 def original_length(read: Fields, rope: Fields) -> int:
-    """Tokens of the context that the model was trained with before it was stretched."""
+    """Returns the context length in tokens of the original training, before extension."""
     key = "original_max_position_embeddings"
-    said = next(filter(None, (each.whole(key, 1, MOST_POSITIONS) for each in (read, rope))), None)
-    return said or read.whole("max_position_embeddings", 1, MOST_POSITIONS) or DEFAULT_ORIGINAL
+    length = next(filter(None, (each.whole(key, 1, MOST_POSITIONS) for each in (read, rope))), None)
+    return length or read.whole("max_position_embeddings", 1, MOST_POSITIONS) or DEFAULT_ORIGINAL
 
 
 def _stretch(read: Fields, rope: Fields, original: int) -> float:
-    """`factor`, or how often the original length goes into the whole."""
+    """Returns `factor`, else the ratio of the extended to the original length."""
     whole = read.whole("max_position_embeddings", 1, MOST_POSITIONS) or original
     return _factor(rope, "factor") or whole / original
 
@@ -113,27 +112,27 @@ def _yarn(read: Fields, rope: Fields) -> RopeScaling:
 
 
 def _yarn_attention(rope: Fields, factor: float) -> float:
-    """YaRN, section 3.4; with both mscales (DeepSeek-V2) their quotient."""
+    """Returns the attention factor (YaRN, section 3.4); with both mscales (DeepSeek-V2) it is their quotient."""
     above, below = (rope.number(key, 0.0, MOST_FACTOR) for key in ("mscale", "mscale_all_dim"))
     return mscale(factor, above) / mscale(factor, below) if above and below else mscale(factor, 1.0)
 
 
 def mscale(factor: float, weight: float) -> float:
-    """What attention logits grow by for a context stretched by `factor`, as cosines and sines are scaled by it."""
+    """Returns the factor on cosines and sines for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def longrope(read: Fields, rope: Fields) -> tuple[float, RopeScaling]:
-    """Base and scaling of prompts no longer than the original length (`short_factor`)."""
+    """Returns base and scaling for prompts up to the original length (`short_factor`)."""
     original = original_length(read, rope)
     factor = _stretch(read, rope, original)
-    said = _factor(rope, "attention_factor")
+    explicit = _factor(rope, "attention_factor")
     implied = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     scaling = RopeScaling(
         "longrope",
         factor,
         original_max_position=original,
-        attention_factor=implied if said is None else said,
+        attention_factor=implied if explicit is None else explicit,
         factors=_short_factors(rope),
     )
     return first_said((rope, "rope_theta"), (read, "rope_theta")) or 10_000.0, scaling
@@ -147,16 +146,15 @@ def _short_factors(rope: Fields) -> tuple[float, ...]:
 
 
 def rope_json(scaling: RopeScaling | None) -> dict[str, Any]:
-    """A scaling as transformers 5 writes it, the base apart."""
     if scaling is None:
         return {"rope_type": "default"}
-    said: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "linear":
-        return said
-    said["original_max_position_embeddings"] = scaling.original_max_position
+        return fields
+    fields["original_max_position_embeddings"] = scaling.original_max_position
     if scaling.kind == "llama3":
-        return said | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    said["attention_factor"] = scaling.attention_factor
-    if scaling.kind == "longrope":  # the long factors are for prompts that are refused here
-        return said | {"short_factor": list(scaling.factors), "long_factor": list(scaling.factors)}
-    return said | {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+        return fields | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    fields["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "longrope":  # long factors apply to prompts that are refused here
+        return fields | {"short_factor": list(scaling.factors), "long_factor": list(scaling.factors)}
+    return fields | {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}

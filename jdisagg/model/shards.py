@@ -1,4 +1,4 @@
-"""One shard's part of a leaf, on the host: cut from a source's tensors, joined, transposed, perhaps rounded."""
+"""Builds one shard's part of a leaf on the host: read from a source, joined, transposed and possibly quantised."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jdisagg.model.names import Index, Leaf, Part, in_halves
 from jdisagg.model.products import STEP, STORED, TINY
 from jdisagg.model.sources import Source, stored_channels
 
-STRIP_ROWS = 16  # f32: one cache line of the transposed matrix
+STRIP_ROWS = 16  # one cache line of the transposed f32 matrix
 
 
 def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
-    """One shard's leaf on the host, contiguous, in `dtype`."""
+    """Returns one shard's leaf on the host, contiguous, in `dtype`."""
     if rule.experts:
         return _experts_of_shard(source, rule, shard, tp, dtype)
     parts = [_part_of_shard(source, part, shard, tp, dtype) for part in rule.parts]
@@ -26,23 +26,24 @@ def shard_of_leaf(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeL
 
 
 def channel_scales(source: Source, rule: Leaf, shard: int, tp: int, dtype: str) -> np.ndarray:
-    """A scale for each of a shard's output channels, of all its inputs wherever they lie: f32[out]."""
+    """Returns a scale f32[out] for each of a shard's output channels, over all inputs of all shards."""
     return np.concatenate([_scales_of_part(source, part, shard, tp, dtype) for part in rule.parts])
 
 
 def _scales_of_part(source: Source, part: Part, shard: int, tp: int, dtype: str) -> np.ndarray:
-    """The checkpoint's own, where it stores the tensor in `dtype`; else what makes the largest number the dtype's."""
-    rows, behind = part.index(shard, tp)[0], part.padding(shard, tp)[0]
+    """Returns the checkpoint's scales if it stores the tensor in `dtype`, else absolute maxima over the dtype's
+    maximum."""
+    rows, padding = part.index(shard, tp)[0], part.padding(shard, tp)[0]
     stored = stored_channels(source, part.name, dtype)
     if stored is not None:
-        return np.pad(stored.scales(rows), (0, behind), constant_values=TINY)
+        return np.pad(stored.scales(rows), (0, padding), constant_values=TINY)
     found = _read(source, part.name, (rows, slice(0, part.shape[1])), np.float32)
     absmax = np.abs(found).max(axis=1).astype(np.float32)
-    return np.pad(np.maximum(absmax * np.float32(STEP[dtype]), np.float32(TINY)), (0, behind), constant_values=TINY)
+    return np.pad(np.maximum(absmax * np.float32(STEP[dtype]), np.float32(TINY)), (0, padding), constant_values=TINY)
 
 
 def scaled_shard(source: Source, rule: Leaf, shard: int, tp: int, dtype: str) -> np.ndarray:
-    """One shard's leaf in "int8" or "fp8": what the checkpoint stores so, and the rest rounded by its channels'."""
+    """Returns one shard's leaf in "int8" or "fp8": as stored where the checkpoint has that dtype, else rounded."""
     parts = [_scaled_part(source, part, shard, tp, dtype) for part in rule.parts]
     return _side_by_side(parts, parts[0].dtype) if rule.transposed else np.concatenate(parts)
 
@@ -57,7 +58,7 @@ def _scaled_part(source: Source, part: Part, shard: int, tp: int, dtype: str) ->
 
 
 def _part_of_shard(source: Source, part: Part, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
-    """What a shard reads of one tensor, and the zeros behind it."""
+    """Returns a shard's slice of one tensor, padded with zeros."""
     return _padded(_read(source, part.name, part.index(shard, tp), dtype), part, shard, tp)
 
 
@@ -67,7 +68,7 @@ def _padded(found: np.ndarray, part: Part, shard: int, tp: int) -> np.ndarray:
 
 
 def _read(source: Source, name: str, index: Index, dtype: DTypeLike) -> np.ndarray:
-    """As the source, which is not asked where there is nothing to read."""
+    """Reads a slice; an empty slice is not requested from the source."""
     return source.read(name, index) if _size(index) else np.zeros([each.stop - each.start for each in index], dtype)
 
 
@@ -76,26 +77,24 @@ def _size(index: Index) -> int:
 
 
 def _experts_of_shard(source: Source, rule: Leaf, shard: int, tp: int, dtype: DTypeLike) -> np.ndarray:
-    """One shard's experts, one after another; zeros where there are none."""
+    """Returns one shard's experts stacked; zeros beyond the last expert."""
     stacked = np.zeros((experts_held(rule.experts, tp), *rule.expert_shape), np.dtype(dtype))
-    for place, parts in enumerate(rule.experts_of(shard, tp)):
+    for position, parts in enumerate(rule.experts_of(shard, tp)):
         rows = np.concatenate([_whole_part(source, part) for part in parts])
         rows = in_halves(rows) if rule.paired else rows
-        stacked[place] = _side_by_side([rows], stacked.dtype) if rule.transposed else rows
+        stacked[position] = _side_by_side([rows], stacked.dtype) if rule.transposed else rows
     return stacked
 
 
 def _whole_part(source: Source, part: Part) -> np.ndarray:
-    """Of one expert, its outputs first."""
+    """Returns one expert's matrix with outputs first."""
     found = source.read(part.name, part.index(0, 1))
     return found if part.expert is None else found[0].T
 
 
 def _side_by_side(parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """[rows, in] matrices, transposed, next to each other: [in, all rows].
-
-    A few rows at a time: numpy transposes a cache-sized strip seven times faster than a matrix.
-    """
+    """Transposes [rows, in] matrices and joins them: [in, all rows]. Works in strips, because numpy transposes a
+    cache-sized strip seven times faster than a matrix."""
     joined = np.empty((parts[0].shape[1], sum(len(part) for part in parts)), dtype)
     column = 0
     for part in parts:

@@ -1,6 +1,6 @@
-"""Where tensors come from: a Hugging Face folder or a seed (an Orbax checkpoint: `orbax_source.py`).
+"""Sources of tensors: a Hugging Face folder, or random weights from a seed (Orbax: `checkpoint.py`).
 
-A source hands out slices, by the checkpoint's own tensor names, and keeps nothing it handed out.
+A source returns slices by the checkpoint's tensor names and does not cache them.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from jdisagg.model.files import Fields, plain_name, read_json, regular
 from jdisagg.model.names import Index, stage_leaves
 
 INDEX_FILE = "model.safetensors.index.json"
-FLOATS = ("float16", "bfloat16", "float32", "float64")  # what weights may be
-STORED = {  # as safetensors names them
+FLOATS = ("float16", "bfloat16", "float32", "float64")  # dtypes of plain weights
+STORED = {  # safetensors' name -> dtype
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
@@ -31,65 +31,68 @@ STORED = {  # as safetensors names them
     "F8_E4M3": "float8_e4m3fn",
     "F8_E8M0": "float8_e8m0fnu",
 }
-OCTETS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}  # safetensors' numpy has no slices
-BLOCK_ROWS = 256  # rows that one generator of a `RandomSource` draws
+OCTETS = {
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}  # safetensors cannot slice these for numpy
+BLOCK_ROWS = 256  # rows that one generator of a `RandomSource` generates
 
 
 class Source(Protocol):
-    """Read-only tensors by name."""
+    """A read-only collection of tensors by name."""
 
     @property
     def place(self) -> str:
-        """Where this reads from, for messages."""
+        """Location of the tensors, for messages."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The tensor's whole shape, or None if there is no such tensor."""
+        """Returns the tensor's whole shape, or None if there is no such tensor."""
         ...
 
     def dtype(self, name: str) -> str:
-        """How a tensor's numbers are stored: one of FLOATS, or another name. Raises `MissingTensor`."""
+        """Returns the stored dtype: one of FLOATS, or another name. Raises `MissingTensor`."""
         ...
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """The slice [start:stop of every dimension], in the stored dtype. Raises `MissingTensor`."""
+        """Returns the slice [start:stop of every dimension] in the stored dtype. Raises `MissingTensor`."""
         ...
 
 
 class StoredChannels(Protocol):
-    """A matrix [out, in] that is stored in int8 or fp8 with a scale an output channel, or one for all of them."""
+    """A matrix [out, in] stored in int8 or fp8 with one scale per output channel, or one for the tensor."""
 
     @property
     def dtype(self) -> str:
-        """ "int8" or "fp8", as of products."""
+        """The dtype as named in `products.py`: "int8" or "fp8"."""
         ...
 
     def numbers(self, index: Index) -> np.ndarray:
-        """As they are stored."""
+        """Returns a slice of the numbers as stored."""
         ...
 
     def scales(self, rows: slice) -> np.ndarray:
-        """f32[rows]."""
+        """Returns the scales of some rows, f32[rows]."""
         ...
 
 
 @runtime_checkable
 class ScaledSource(Protocol):
-    """A source of which some tensors are stored scaled."""
+    """A source that stores some tensors quantised with scales."""
 
     def channels(self, name: str) -> StoredChannels | None:
-        """Where the tensor is stored so that a product can take it as it is."""
+        """Returns the stored numbers and scales if a product can use them directly; else None."""
         ...
 
 
 def stored_channels(source: Source, name: str, dtype: str) -> StoredChannels | None:
-    """The tensor as it is stored, where that is `dtype` with a scale a channel."""
+    """Returns the stored numbers and scales of a tensor if they are in `dtype`; else None."""
     found = source.channels(name) if isinstance(source, ScaledSource) else None
     return found if found is not None and found.dtype == dtype else None
 
 
 class HFSource:
-    """The safetensors of one folder, one file or many; only the bytes of a slice are read from disk."""
+    """The safetensors of a folder, in one file or many; only the bytes of a slice are read from disk."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -116,11 +119,10 @@ class HFSource:
         found = self._slice(name)
         try:
             return self._read_octets(name, found, index) if found.get_dtype() in OCTETS else found[index]
-        except Exception as error:  # the file is not what it was when it was opened
+        except Exception as error:  # the file changed after it was opened
             raise CheckpointError(f"cannot read tensor {name} of {self._file_of[name]}: {error}") from error
 
     def num_bytes(self, name: str) -> int:
-        """That the tensor takes in its file."""
         self._slice(name)
         start, stop = self._span(name)
         return stop - start
@@ -131,7 +133,7 @@ class HFSource:
         return np.array(whole[index]).view(OCTETS[found.get_dtype()])
 
     def _span(self, name: str) -> tuple[int, int]:
-        """First and last byte + 1 of a tensor in its file, which safetensors has found to be sound."""
+        """Returns the byte range of a tensor in its file, whose header safetensors has validated."""
         path = self._file_of[name]
         if path not in self._spans:
             self._spans[path] = _spans(path)
@@ -154,7 +156,7 @@ def _opened(path: Path) -> Any:
         return safe_open(regular(path), framework="numpy").__enter__()
     except CheckpointError:
         raise
-    except Exception as error:  # safetensors raises its own bare Exception subclass; OSError comes out as itself
+    except Exception as error:  # safetensors raises its own subclass of Exception
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
@@ -162,12 +164,12 @@ def _spans(path: Path) -> dict[str, tuple[int, int]]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: (8 + size + start, 8 + size + stop) for name, (start, stop) in places.items()}
+    offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: (8 + size + start, 8 + size + stop) for name, (start, stop) in offsets.items()}
 
 
 def _files_of_tensors(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index where there is one, else from the files themselves."""
+    """Returns tensor name -> file, from the index if there is one, else from the files' headers."""
     if not folder.is_dir():
         raise CheckpointError(f"no folder {folder}")
     if (folder / INDEX_FILE).exists():
@@ -179,19 +181,19 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
 
 
 def _indexed(folder: Path) -> dict[str, Path]:
-    """As the index says. It names files of its own folder only (a link among them may lead elsewhere)."""
+    """Returns tensor name -> file from the index, which may name only files of its own folder."""
     index = folder / INDEX_FILE
-    places = Fields(read_json(index), str(index)).part("weight_map")
-    if places is None:
+    files = Fields(read_json(index), str(index)).part("weight_map")
+    if files is None:
         raise CheckpointError(f"{index} has no weight_map")
-    return {name: folder / plain_name(file, f"{index}, weight_map, {name}") for name, file in places.raw.items()}
+    return {name: folder / plain_name(file, f"{index}, weight_map, {name}") for name, file in files.raw.items()}
 
 
 class RandomSource:
-    """Weights from a seed, the same for every way of cutting them: norms 1, biases small, matrices 1/sqrt(inputs).
+    """Random weights from a seed, independent of the cut: norms 1, biases small, matrices 1/sqrt(inputs).
 
-    Each block of 256 rows of a tensor (of a tensor of all experts: each expert) has its own generator, keyed by seed,
-    name and block, so a slice costs only its own rows.
+    Each block of 256 rows (with all experts in one tensor: each expert) has its own generator, keyed by seed, name and
+    block, so a slice generates only its own blocks.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0):
@@ -217,20 +219,22 @@ class RandomSource:
         shape, rows = self._shapes[name], index[0]
         if "norm" in name:
             return np.ones(rows.stop - rows.start, np.float32)
-        high = _block_rows(shape)
-        first, last = rows.start // high, -(-rows.stop // high)
+        block_rows = _block_rows(shape)
+        first, last = rows.start // block_rows, -(-rows.stop // block_rows)
         blocks = np.concatenate([self._block(name, shape, block) for block in range(first, last)])
-        offset = first * high
+        offset = first * block_rows
         return blocks[(slice(rows.start - offset, rows.stop - offset), *index[1:])]
 
     def _block(self, name: str, shape: tuple[int, ...], block: int) -> np.ndarray:
         digest = hashlib.sha256(f"{self.seed}/{name}/{block}".encode()).digest()
         generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
         scale = np.float32(0.02 if len(shape) == 1 or "embed" in name else shape[1] ** -0.5)
-        high = _block_rows(shape)
-        return generator.standard_normal((min(high, shape[0] - block * high), *shape[1:]), np.float32) * scale
+        block_rows = _block_rows(shape)
+        return (
+            generator.standard_normal((min(block_rows, shape[0] - block * block_rows), *shape[1:]), np.float32) * scale
+        )
 
 
 def _block_rows(shape: tuple[int, ...]) -> int:
-    """A row of a tensor of all experts is a matrix."""
+    """Returns the rows of a block. In a tensor of all experts a row is a whole matrix, so a block is one row."""
     return BLOCK_ROWS if len(shape) < 3 else 1

@@ -1,4 +1,4 @@
-"""Text to tokens and back, as the checkpoint's own tokenizer says; chat messages to text."""
+"""Converts text to tokens and back with the checkpoint's tokenizer, and chat messages to text."""
 
 from __future__ import annotations
 
@@ -27,38 +27,37 @@ from jdisagg.model.gguf.file import is_gguf, read_gguf
 from jdisagg.model.gguf.source import build_tokenizer, chat_templates, named_tokens
 from jdisagg.model.hf_config import read_generation_config
 
-# Tokens back to text, piece by piece: what is shown is never taken back, and never holds half a character.
+# Incremental detokenization: emitted text is never revised and never ends within a character.
 #
-# Two kinds of vocabulary need two ways. Byte-level BPE (Llama 3, Qwen) maps every token to bytes, so a UTF-8
-# decoder that remembers an open character is exact. Sentencepiece-like decoders (Llama 2, Mistral) look at
-# neighbours: a run of byte tokens is one character string or none, so it waits until the run ends; the rest is
-# decoded next to its predecessor, which carries the spacing. Either way the pieces joined are the decoding of the
-# whole.
+# Byte-level BPE (Llama 3, Qwen) maps every token to bytes, so an incremental UTF-8 decoder is exact. SentencePiece-like
+# decoders (Llama 2, Mistral) depend on neighbouring tokens: a run of byte tokens is decoded only when it has ended, and
+# other tokens are decoded after their predecessor, which determines the spacing. In both cases the emitted pieces join
+# to the decoding of the whole.
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Pieces(Protocol):
-    """One text under way."""
+    """The incremental detokenization of one text."""
 
     def push(self, ids: list[int]) -> str:
-        """The text that these tokens make certain."""
+        """Returns the text that these tokens complete."""
         ...
 
     def flush(self) -> str:
-        """What was held back; nothing is pushed afterwards."""
+        """Returns the remaining text; nothing is pushed afterwards."""
         ...
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in a byte-level vocabulary (GPT-2's table), reversed."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+    """Returns the byte of each printable stand-in of a byte-level vocabulary (GPT-2's table)."""
+    unchanged = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in unchanged]
+    return {chr(byte): byte for byte in unchanged} | {chr(256 + offset): byte for offset, byte in enumerate(moved)}
 
 
 class Vocabulary:
-    """What decoding needs to know of a tokenizer, found once and shared by all texts."""
+    """The tokenizer's properties that decoding needs, computed once and shared by all texts."""
 
     def __init__(self, raw: tokenizers.Tokenizer):
         self.raw = raw
@@ -73,7 +72,7 @@ class Vocabulary:
         self._bytes: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Bytes of one token of a byte-level vocabulary; none for an id that it does not have."""
+        """Returns the bytes of one token of a byte-level vocabulary; none for an unknown id."""
         if token_id not in self._bytes:
             token = self.raw.id_to_token(token_id) or ""
             known = all(char in self._alphabet for char in token)
@@ -82,7 +81,7 @@ class Vocabulary:
 
 
 class BytePieces:
-    """Byte-level vocabularies: bytes into an incremental UTF-8 decoder."""
+    """Detokenization of byte-level vocabularies by an incremental UTF-8 decoder."""
 
     def __init__(self, vocabulary: Vocabulary, skip: set[int]):
         self._vocabulary, self._skip = vocabulary, skip
@@ -97,13 +96,13 @@ class BytePieces:
 
 
 class WindowPieces:
-    """All other vocabularies: the newest tokens are decoded behind those shown last, whose text is then cut off."""
+    """Detokenization of other vocabularies: new tokens are decoded after those emitted last, whose text is cut off."""
 
     def __init__(self, vocabulary: Vocabulary, skip: set[int]):
         self._vocabulary, self._skip = vocabulary, skip
-        self._shown: list[int] = []  # tokens of the last piece
+        self._shown: list[int] = []  # tokens of the last emitted piece
         self._shown_text = ""
-        self._ready: list[int] = []  # tokens behind it that wait to be decoded
+        self._ready: list[int] = []  # tokens to decode after it
         self._run: list[int] = []  # byte tokens whose run has not ended
 
     def push(self, ids: list[int]) -> str:
@@ -135,28 +134,29 @@ class WindowPieces:
 
 
 def pieces(vocabulary: Vocabulary, skip_special_tokens: bool) -> Pieces:
-    """A fresh text of this vocabulary."""
+    """Returns the detokenization of a new text of this vocabulary."""
     skip = vocabulary.special if skip_special_tokens else set()
     return BytePieces(vocabulary, skip) if vocabulary.is_byte_level else WindowPieces(vocabulary, skip)
 
 
-# What a tokenizer is made of, wherever it lies: the files of a Hugging Face folder, or a GGUF file.
+# Reading of a tokenizer from a Hugging Face folder or a GGUF file.
 
-TOKENIZER_BYTES = 512 << 20  # of a tokenizer.json; the largest public ones have some 35 MB
+TOKENIZER_BYTES = 512 << 20  # largest tokenizer.json; the largest public ones have some 35 MB
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """As they were found, of one model."""
+    """The contents of one model's tokenizer files."""
 
     raw: tokenizers.Tokenizer
     named: Mapping[str, str]  # `bos_token`, `eos_token` and the like
     templates: Mapping[str, str]
-    end_ids: tuple[int, ...]  # that end an answer by the model's word, beside `eos_token`
+    end_ids: tuple[int, ...]  # end tokens of the generation config, beside `eos_token`
 
 
 def read_tokenizer(place: Path) -> TokenizerFiles:
-    """Of a folder (`tokenizer.json`; the other files are optional) or of a GGUF file. Raises `CheckpointError`."""
+    """Reads the tokenizer of a folder (`tokenizer.json`; other files are optional) or GGUF file. Raises
+    `CheckpointError`."""
     if is_gguf(place):
         file = read_gguf(place)
         ends = generation_defaults(file).eos_ids
@@ -180,16 +180,16 @@ def _read_json_tokenizer(path: Path) -> tokenizers.Tokenizer:
         raw = tokenizers.Tokenizer.from_file(str(path))
         raw.no_truncation()
         raw.no_padding()
-        raw.encode_batch_fast(["a"])  # what only use finds out
+        raw.encode_batch_fast(["a"])  # some errors appear only in use
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the Rust side raises bare Exception, and where it panics a BaseException
+    except BaseException as error:  # the Rust side raises bare Exception, and BaseException on panics
         raise CheckpointError(f"cannot read {path}: {first_line(error)}") from error
     return raw
 
 
 def _refuse_broken_merges(path: Path) -> None:
-    """A prefix that merged tokens do not have makes `tokenizers` 0.23 read beyond a string and end the process."""
+    """Refuses a prefix that merged tokens lack: it makes `tokenizers` 0.23 read out of bounds and end the process."""
     model = Fields(read_json(path, TOKENIZER_BYTES), str(path)).part("model")
     prefix = model.word("continuing_subword_prefix") if model is not None else None
     if model is None or not prefix:
@@ -202,14 +202,14 @@ def _refuse_broken_merges(path: Path) -> None:
 
 
 def _special_tokens(config: Json) -> dict[str, str]:
-    """`bos_token`, `eos_token` and the like, each written as a string or as {"content": ...}."""
+    """Returns `bos_token`, `eos_token` and so on, each stored as a string or as {"content": ...}."""
     named = {key: value for key, value in config.items() if key.endswith("_token") and value}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face folder, or the one in a GGUF file."""
+    """The tokenizer of a Hugging Face folder or of a GGUF file."""
 
     def __init__(self, place: str | Path):
         self.place = Path(place)
@@ -226,24 +226,25 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens the tokenizer knows, added ones included (a model's table may be longer)."""
+        """Number of tokens, added ones included; the model's embedding may have more rows."""
         return self._raw.get_vocab_size(with_added_tokens=True)
 
     @property
     def as_json(self) -> str:
-        """As a tokenizer.json, wherever it came from."""
+        """The tokenizer in the format of tokenizer.json, whatever it was read from."""
         return self._raw.to_str()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, between the special tokens the model expects around a prompt if asked."""
+        """Returns the token ids of `text`, by default with the special tokens that surround a prompt."""
         return self.encode_all([text], add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each; other threads run meanwhile, which they could not during `tokenizers`' own `encode`."""
+        """Returns the token ids of each text. Unlike `tokenizers`' own `encode`, it releases the interpreter lock."""
         return _ids(self._raw, texts, add_special_tokens)
 
     def encode_chat(self, text: str, mark: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of what `chat` gave for messages that `special_text` had marked: clients' text stays text."""
+        """Returns the token ids of a prompt that `chat` rendered from marked messages, with clients' text never read as
+        special."""
         parts = self.special_text.parts(text, mark)
         around = _ids(self._raw, [""], add_special_tokens)[0]
         ids = _ids(self._raw, [text], add_special_tokens)[0] if mark not in text else []
@@ -259,7 +260,7 @@ class Tokenizer:
         return [*before, *inner, *around[len(before) :]]
 
     def check_size(self, texts: Sequence[str], max_tokens: int) -> None:
-        """Raises TooLong where a text has so many bytes that `max_tokens` tokens cannot hold it: nothing is read."""
+        """Raises TooLong if a text has more bytes than `max_tokens` tokens can hold, without tokenizing it."""
         if self._bytes_a_token is None:
             return
         most = max_tokens * self._bytes_a_token
@@ -273,14 +274,14 @@ class Tokenizer:
                 )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids the vocabulary does not have give nothing, broken characters give U+FFFD."""
+        """Returns the text of `ids`; unknown ids give nothing, broken characters give U+FFFD."""
         try:
             return self._raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except OverflowError as error:
             raise RequestError(f"token ids are integers from 0 to 4294967295: {error}", "tokens") from error
 
     def token_text(self, token_id: int) -> str:
-        """One token on its own, special ones by name: for logprobs and for looking at things."""
+        """Returns the text of a single token, special ones by name, for logprobs and inspection."""
         return self._raw.decode([token_id], skip_special_tokens=False)
 
     @property
@@ -288,35 +289,35 @@ class Tokenizer:
         return self._chat.exists
 
     def holds(self, text: str) -> bool:
-        """Whether it is a token of its own, or the chat template speaks of it."""
+        """Returns True if the text is a single token or occurs in the chat template."""
         return self._raw.token_to_id(text) is not None or self._chat.speaks_of(text)
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template shows a model which tools there are."""
         return self._chat.speaks_of("tools")
 
     def chat(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """Messages as one prompt by the model's template, which gets `kwargs` too (`tools`, ...).
+        """Renders messages as one prompt with the model's template, which also gets `kwargs` (`tools`, ...).
 
-        The template writes the special tokens itself: encode the result with `add_special_tokens=False`, and that of
-        messages that are not your own with `encode_chat`.
+        The template writes the special tokens itself: encode the result with `add_special_tokens=False`, or with
+        `encode_chat` if the messages come from a client.
         """
         return self._chat.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
 
 
 class Detokenizer:
-    """One answer's text, streamed: the pieces joined are `Tokenizer.decode` of all ids, whatever their grouping."""
+    """The streamed text of one answer: the pieces join to `Tokenizer.decode` of all ids, however they are grouped."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self._pieces = pieces(tokenizer.vocabulary, skip_special_tokens)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete; "" while a character is open. Linear in the tokens, over a whole answer."""
+        """Returns the text that `ids` complete; "" while a character is incomplete. Linear in the tokens of the
+        answer."""
         return self._pieces.push(list(ids))
 
     def flush(self) -> str:
-        """What is still held when the answer ends (an unfinished character becomes U+FFFD)."""
+        """Returns the remaining text when the answer ends; an unfinished character becomes U+FFFD."""
         return self._pieces.flush()
 
 

@@ -1,7 +1,7 @@
-"""Bytes of weights as they lie on one device, in every weight format: what pages are budgeted beside.
+"""Computes the bytes of weights on one device in every weight format, for the budget of KV pages.
 
-One layer of each kind is drawn, without memory, and counted as often as there are such; a network of hundreds of
-layers takes minutes to draw.
+One layer of each kind is built without memory and multiplied by its count, because building a tree of hundreds of
+layers takes minutes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jdisagg.model.network import Stage, Vocabulary
 from jdisagg.model.products import MatrixForm
 from jdisagg.model.ring_params import alike
 
-SCALE_BYTES = 4  # of an output channel, f32
+SCALE_BYTES = 4  # one f32 scale per output channel
 
 
 def shard_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
-    """Of all that one of `tp` shards of the stage of `layers` holds; activations are of `dtype`."""
+    """Returns the weight bytes of one of `tp` shards of the stage of `layers`; activations are in `dtype`."""
     table, norm = _table_bytes(config, dtype, weights), jnp.dtype(dtype).itemsize * config.hidden_size
     embedding = table if layers.start == 0 else 0
     found = _layers_bytes(config, layers, tp, dtype, weights) + embedding
@@ -40,7 +40,7 @@ def shard_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, w
 
 
 def ring_shard_bytes(config: ModelConfig, cut: RingCut, tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
-    """Of all that one device of a ring holds, padding included: a layer a place, and its share of both tables."""
+    """Returns the weight bytes of one device of a ring: its layers, padding included, and its share of both tables."""
     rows = Vocabulary((), cut.num_stages * tp).rows(config.vocab_size)
     share = replace(config, vocab_size=rows)
     tables = _table_bytes(share, dtype, weights)
@@ -51,7 +51,7 @@ def ring_shard_bytes(config: ModelConfig, cut: RingCut, tp: int, dtype: DTypeLik
 
 
 def adapter_bytes(settings: Settings, config: ModelConfig, layers: Sequence[int], tp: int, dtype: DTypeLike) -> int:
-    """Of the slots for adapters, on one of `tp` shards of these layers; none where there are none."""
+    """Returns the bytes of the adapter slots on one of `tp` shards of these layers; 0 without adapters."""
     sizes = adapter_sizes(settings)
     if not sizes:
         return 0
@@ -60,22 +60,21 @@ def adapter_bytes(settings: Settings, config: ModelConfig, layers: Sequence[int]
 
 
 def number_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, weights: WeightFormat) -> float:
-    """Of the mean number that is multiplied by: of the layers, and behind the last of the head, tied or not."""
-    held = _layers_bytes(config, layers, tp, dtype, weights)
+    """Returns the mean bytes of a multiplied weight in the layers, and in the head if they include the last layer."""
+    total_bytes = _layers_bytes(config, layers, tp, dtype, weights)
     numbers = sum(config.layer_params(tp, layer) * count for layer, count in config.layer_kinds(layers))
     if layers.stop == config.num_layers:
-        held, numbers = held + _head_bytes(config, tp, dtype, weights), numbers + config.head_params(tp)
-    return held / numbers
+        total_bytes, numbers = total_bytes + _head_bytes(config, tp, dtype, weights), numbers + config.head_params(tp)
+    return total_bytes / numbers
 
 
 def _layers_bytes(config: ModelConfig, layers: Sequence[int], tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
-    kinds = Counter((config.is_sparse(layer), _kept(weights, layer)) for layer in layers)
-    first = {(config.is_sparse(layer), _kept(weights, layer)): layer for layer in reversed(layers)}
+    kinds = Counter((config.is_sparse(layer), _full_paths(weights, layer)) for layer in layers)
+    first = {(config.is_sparse(layer), _full_paths(weights, layer)): layer for layer in reversed(layers)}
     return sum(count * _layer_bytes(config, first[kind], tp, dtype, weights) for kind, count in kinds.items())
 
 
-def _kept(weights: WeightFormat, layer: int) -> frozenset[str]:
-    """What of a layer stays full."""
+def _full_paths(weights: WeightFormat, layer: int) -> frozenset[str]:
     prefix = f"{layer}."
     return frozenset(path.removeprefix(prefix) for path in weights.full if path.startswith(prefix))
 
@@ -91,7 +90,7 @@ def _layer_bytes(config: ModelConfig, layer: int, tp: int, dtype: DTypeLike, wei
 
 
 def _is_embedding(config: ModelConfig, tp: int, weights: WeightFormat) -> bool:
-    """Whether the head is the embedding's own leaf, on a device that holds both ends."""
+    """Returns True if the head shares the embedding's leaf on a device with both ends."""
     whole = config.head_params(tp) == config.embedding_params
     return config.tie_embeddings and whole and not MatrixForm(True, weights.of("head")).is_scaled
 
@@ -105,6 +104,6 @@ def _head_bytes(config: ModelConfig, tp: int, dtype: DTypeLike, weights: WeightF
 
 
 def _table_bytes(config: ModelConfig, dtype: DTypeLike, weights: WeightFormat) -> int:
-    """Of the embedding: scaled formats leave it as activations are."""
+    """Returns the bytes of the embedding, which quantised formats store in the activation dtype."""
     stored = dtype if weights.is_scaled else MatrixForm(True, weights.dtype).stored(dtype)
     return config.embedding_params * jnp.dtype(stored).itemsize

@@ -1,7 +1,7 @@
-"""What compilers are told beyond their defaults, with the reason; `python -m benchmarks.compiler_flags` measures each.
+"""Compiler options beyond the defaults, with reasons; `python -m benchmarks.compiler_flags` measures each.
 
-They go with each program of several devices, not by the environment, so that what is compiled ahead and what is
-compiled at a start are the same. A compiler that does not know one any more is asked for the others alone.
+They are set per program of several devices, not by the environment, so that programs compiled ahead and at start are
+the same. An option that a compiler does not know is left out.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from jax.sharding import SingleDeviceSharding
 Option = str | bool | int
 
 log = logging.getLogger(__name__)
-# A CPU's compiler computes in f32 what is bf16 or fp8, and takes a write of some rows for that: it would convert the
-# whole pool, and back. A step over a bf16 pool of 32 MiB takes 48 ms of CPU so, and 0.9 without these passes.
+# The CPU compiler computes bf16 and fp8 in f32. It treats a write of some rows as computation and would convert the
+# whole pool and back: a step over a bf16 pool of 32 MiB takes 48 ms of CPU, and 0.9 ms without these passes.
 AS_STORED: dict[str, Option] = {"xla_disable_hlo_passes": "float-normalization-bf16,float-normalization-f8e4m3fn"}
 TPUS = ("TPU v5", "TPU v6", "TPU7x")
 GPUS = ("NVIDIA",)
 WITHOUT_SPARSE_CORES = "TPU v5 lite"
-SENT_BESIDE_BYTES = 64 << 10  # of a block of columns (`model/network.py`), at the least
+SENT_BESIDE_BYTES = 64 << 10  # least bytes of a column block whose all-reduce overlaps (`model/network.py`)
 
 
 @dataclass(frozen=True, slots=True)
 class CompilerFlag:
-    """For devices whose kind begins so."""
+    """A compiler option for devices whose kind starts with one of `kinds`."""
 
     name: str
     value: Option
     kinds: tuple[str, ...]
     reason: str
-    but: tuple[str, ...] = ()  # nor for these of them
-    beside: int | None = None  # its value in programs whose small sums have products beside them, where another
-    alone: bool = False  # programs of one device have it too
-    in_part: tuple[str, ...] = ()  # and for these in programs that span some devices of a slice, not all
+    but: tuple[str, ...] = ()  # excluded prefixes among those kinds
+    beside: int | None = None  # its value in programs that overlap small all-reduces with products, if different
+    alone: bool = False  # also set for programs of one device
+    in_part: tuple[str, ...] = ()  # further kinds, for programs on a part of a slice
 
     def concerns(self, kind: str, *, part: bool = False) -> bool:
-        asked = kind.startswith(self.kinds + (self.in_part if part else ()))
-        return asked and not kind.startswith(self.but or ("none",))
+        matches = kind.startswith(self.kinds + (self.in_part if part else ()))
+        return matches and not kind.startswith(self.but or ("none",))
 
 
 COMPILER_FLAGS = (
@@ -51,7 +51,7 @@ COMPILER_FLAGS = (
         "xla_jf_crs_combiner_threshold_in_bytes",
         0,
         TPUS,
-        "sums of both halves of a chunk would be joined into one, which waits for both halves' products",
+        "all-reduces of both halves of a chunk would be joined into one, which waits for both halves' products",
     ),
     CompilerFlag(
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
@@ -76,9 +76,9 @@ COMPILER_FLAGS = (
             "blocks of logits are gathered beside the next block's product, by the sparse cores",
             but=(WITHOUT_SPARSE_CORES,),
         )
-        for shape in ("", "2d_", "3d_")  # all, and those whose devices are a plane or a cube
+        for shape in ("", "2d_", "3d_")  # any shape, and devices in a plane or a cube
     ),
-    # Sparse cores send nothing for a program that does not span its whole slice: there it is as on chips without.
+    # Sparse cores do not send for a program on a part of its slice; there the options of chips without them apply.
     CompilerFlag(
         "xla_enable_async_all_reduce",
         True,
@@ -105,30 +105,30 @@ COMPILER_FLAGS = (
 
 
 def options_for(device: Any, *, as_stored: bool, devices: int, beside: bool = False) -> dict[str, Option] | None:
-    """Of programs for so many devices like this one, which is of this process or of a topology; None: nothing.
-    as_stored: for those that move pages, as they are; beside: see `CompilerFlag`."""
+    """Returns the options of programs on `devices` devices of this kind, attached or of a topology; None for no
+    options. `as_stored`: the programs move pages without converting them. `beside`: see `CompilerFlag`."""
     if device.platform == "cpu":
         return AS_STORED if as_stored else None
     part = devices < device.client.device_count()
-    known = _known(device.device_kind, device.client.platform_version, part, device)
-    told = [each for each in known if devices > 1 or each.alone]
-    return {each.name: each.value if each.beside is None or not beside else each.beside for each in told} or None
+    accepted = _known(device.device_kind, device.client.platform_version, part, device)
+    chosen = [each for each in accepted if devices > 1 or each.alone]
+    return {each.name: each.value if each.beside is None or not beside else each.beside for each in chosen} or None
 
 
 @cache
 def _known(kind: str, version: str, part: bool, device: Any) -> tuple[CompilerFlag, ...]:
-    asked = [each for each in COMPILER_FLAGS if each.concerns(kind, part=part)]
-    known = [each for each in asked if _accepted(each.name, each.value, device)]
-    for each in asked:
-        if each not in known:
+    candidates = [each for each in COMPILER_FLAGS if each.concerns(kind, part=part)]
+    accepted = [each for each in candidates if _accepted(each.name, each.value, device)]
+    for each in candidates:
+        if each not in accepted:
             log.warning(
                 "the compiler for %s (%s) has no flag %s=%s: it is left out", kind, version, each.name, each.value
             )
-    return tuple(known)
+    return tuple(accepted)
 
 
 def _accepted(name: str, value: Option, device: Any) -> bool:
-    """Whether a program that does nothing compiles with it."""
+    """Returns True if an empty program compiles with the option."""
     nothing = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     try:
         jax.jit(jnp.negative, compiler_options={name: value}).lower(nothing).compile()
@@ -138,5 +138,5 @@ def _accepted(name: str, value: Option, device: Any) -> bool:
 
 
 def forget() -> None:
-    """Asks the compilers anew, where the flags are others."""
+    """Clears the cache of accepted options after the flags have changed."""
     _known.cache_clear()

@@ -1,7 +1,7 @@
-"""How many multi-device programs may be in flight: the one place that counts them.
+"""Limits how many multi-device programs of this process are in flight.
 
-On the CPU backend more than 32 un-awaited multi-device programs can starve each other's collectives of threads for
-ever. Every such launch of this process passes here, and the launcher waits for the oldest beyond the limit.
+On the CPU backend more than 32 un-awaited multi-device programs can deadlock, because their collectives exhaust the
+threads. Every such launch is counted here, and the launcher waits for the oldest beyond the limit.
 """
 
 from collections import deque
@@ -14,15 +14,15 @@ MAX_IN_FLIGHT = 16
 
 
 class Pace:
-    """Counts launches by one result of each that nobody donates."""
+    """A counter of launches, which tracks one non-donated result of each."""
 
     def __init__(self, limit: int = MAX_IN_FLIGHT) -> None:
         self.limit = limit
-        self.observers: list[Callable[[str], None]] = []  # told of each launch: its program, and the shapes it is for
+        self.observers: list[Callable[[str], None]] = []  # called with each launch's program and argument shapes
         self._results: deque[jax.Array] = deque()
 
     def launched(self, result: jax.Array, name: str = "", arguments: Sequence[Any] = ()) -> None:
-        """Notes a multi-device program by `result`; blocks while more than the limit are in flight."""
+        """Records a multi-device program by `result`; blocks while more than the limit are in flight."""
         for observer in self.observers:
             observer(f"{name} {[_outline(each) for each in arguments]}")
         self._results.append(result)
@@ -31,13 +31,13 @@ class Pace:
 
     @property
     def in_flight(self) -> int:
-        """Upper bound: launches noted and not yet waited for."""
+        """Upper bound on the launches in flight: recorded and not yet awaited."""
         return len(self._results)
 
 
 def _outline(argument: Any) -> Any:
-    """Of a batch's array its shape, of weights and pools how many there are: theirs do not change."""
+    """Returns an array's shape, or the length of a list of weights or pools, whose shapes are fixed."""
     return len(argument) if isinstance(argument, list | tuple) else getattr(argument, "shape", None)
 
 
-LAUNCHES = Pace()  # of this process: the limit is the backend's, whatever machines share it
+LAUNCHES = Pace()  # one per process, because the limit is the backend's

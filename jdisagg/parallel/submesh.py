@@ -1,11 +1,11 @@
-"""A submesh: the devices of one stage under the single axis "tp", and how arrays and programs get there.
+"""A submesh is the devices of one stage under the single axis "tp"; this module places arrays and programs on it.
 
-One device means plain single-device arrays and programs, never a mesh of one: on the CPU backend single-device
-programs overlap with everything, multi-device ones with none of their kind.
+On one device arrays and programs are plain single-device ones, never a mesh of one: on the CPU backend single-device
+programs overlap with everything, multi-device ones do not overlap with each other.
 
-A submesh may span the processes of one JAX world, all of which then run the same programs in the same order. Each puts
-and reads the shards on its own devices alone: `jax.device_put` of a host's array to shards that are not all its own
-first broadcasts it to all processes, to see that they agree, which takes milliseconds.
+A submesh may span the processes of one JAX job, which then run the same programs in the same order. Each process writes
+and reads only the shards on its own devices. `jax.device_put` of a host array to shards of other processes would first
+broadcast it to check that all agree, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jdisagg.parallel.compiler_flags import AS_STORED, Option, options_for
 from jdisagg.parallel.pace import LAUNCHES
 from pallas_kernels.platforms import moved_as_stored, traced_for
 
-Device = Any  # a jax.Device, which is no type to type checkers
+Device = Any  # a jax.Device, which type checkers do not accept as a type
 Signature = tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each leaf
 AXIS = "tp"
 WHOLE = PartitionSpec()
 
 
 class Submesh:
-    """Devices of one stage, in shard order."""
+    """The devices of one stage, in shard order."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
@@ -43,7 +43,7 @@ class Submesh:
 
     @property
     def axis(self) -> str | None:
-        """What programs of this submesh sum over; None on one device."""
+        """The axis that programs of this submesh reduce over; None on one device."""
         return AXIS if self.tp > 1 else None
 
     def sharding(self, spec: PartitionSpec) -> Sharding:
@@ -51,18 +51,18 @@ class Submesh:
 
     @property
     def _target(self) -> Any:
-        """Where `jax.device_put` brings what is whole on every shard; of one device it is the device itself, which
-        takes the host less than half as long as the sharding that says the same."""
+        """The target of `jax.device_put` for replicated arrays. On one device it is the device itself, which takes the
+        host less than half as long as the equivalent sharding."""
         return self.devices[0] if self.tp == 1 else self.whole
 
     @cached_property
     def local_devices(self) -> tuple[Device, ...]:
-        """Those of this process, in shard order."""
+        """The devices of this process, in shard order."""
         return tuple(each for each in self.devices if each.process_index == jax.process_index())
 
     @property
     def reader(self) -> Device:
-        """Where this process reads what is whole on every shard; the first of all where it holds none."""
+        """The device from which this process reads replicated arrays; the submesh's first device if it has none."""
         return next(iter(self.local_devices), self.devices[0])
 
     @property
@@ -70,20 +70,20 @@ class Submesh:
         return len(self.local_devices) < len(self.devices)
 
     def put(self, arrays: Any) -> Any:
-        """Host arrays (a pytree), the same in all processes, to every shard. An aligned numpy buffer may be adopted:
-        never write to it again."""
+        """Copies host arrays (a pytree), equal in all processes, to every shard. An aligned numpy buffer may be
+        adopted, so the caller must never write to it again."""
         return jax.tree.map(self._put_here, arrays) if self.spans_processes else jax.device_put(arrays, self._target)
 
     def _put_here(self, array: Any) -> jax.Array:
         return self._whole_of(array, [array] * len(self.local_devices))
 
     def _whole_of(self, like: Any, copies: Sequence[Any]) -> jax.Array:
-        """One array that is whole on every shard, from a copy for each device of this process."""
-        landed = jax.device_put(list(copies), list(self.local_devices))
-        return jax.make_array_from_single_device_arrays(like.shape, self.whole, landed)
+        """Returns one replicated array from a copy for each device of this process."""
+        buffers = jax.device_put(list(copies), list(self.local_devices))
+        return jax.make_array_from_single_device_arrays(like.shape, self.whole, buffers)
 
     def transfer(self, array: jax.Array) -> jax.Array:
-        """Activations, whole on every shard of another submesh with as many shards, to this one; returns at once."""
+        """Copies a replicated array of another submesh of the same size to this one; returns at once."""
         if array.sharding == self.whole:
             return array
         if self.spans_processes:
@@ -91,18 +91,17 @@ class Submesh:
         return jax.device_put(array, self._target)
 
     def spread(self, array: jax.Array) -> jax.Array:
-        """An array of one device of this process, anywhere, to every shard here; returns at once."""
+        """Copies an array on one device of this process to every shard here; returns at once."""
         if self.tp == 1:
             return array if array.devices() == {self.devices[0]} else jax.device_put(array, self.devices[0])
         return self._whole_of(array, [array] * len(self.local_devices))
 
     def first_copy(self, array: jax.Array) -> jax.Array:
-        """Of an array that is whole on every shard here, what lies on `reader`."""
+        """Returns the copy of a replicated array on `reader`."""
         return array if self.tp == 1 else array.addressable_data(0)
 
     def join(self, shards: Sequence[jax.Array], spec: PartitionSpec, axis: int) -> jax.Array:
-        """One array of this submesh from the shards of this process, each on its own device already, cut along
-        `axis`."""
+        """Returns one array, cut along `axis`, from this process's shards, each on its device already."""
         if self.tp == 1:
             return shards[0]
         shape = list(shards[0].shape)
@@ -110,10 +109,8 @@ class Submesh:
         return jax.make_array_from_single_device_arrays(tuple(shape), self.sharding(spec), list(shards))
 
     def row_major(self, spec: PartitionSpec, rank: int) -> Format:
-        """As `sharding`, for arrays whose memory is to be laid out in the order of their dimensions on every platform.
-
-        A TPU left to itself puts another dimension last where the last one is shorter than 128 lanes.
-        """
+        """Returns `sharding` with a row-major memory layout on every platform. A TPU by default puts another dimension
+        last if the last one is shorter than 128 lanes."""
         return Format(Layout(tuple(range(rank))), self.sharding(spec))
 
     def program(
@@ -127,11 +124,10 @@ class Submesh:
         as_stored: bool = False,
         beside: bool = False,
     ) -> Program:
-        """`function` of one shard as a program of the whole submesh. The specs are those of `jax.shard_map`.
+        """Returns `function` of one shard as a program of the whole submesh. The specs are those of `jax.shard_map`.
 
-        out_formats: a Format or None for each result, where their layout is not for the compiler to choose.
-        as_stored: bf16 and fp8 are moved and converted here, and computed with nowhere. beside: small sums over the
-        shards have products beside them here.
+        `out_formats`: a Format or None per result, to fix its layout. `as_stored`: bf16 and fp8 are moved and converted
+        but not computed with. `beside`: the program overlaps small all-reduces with products.
         """
         if self.tp > 1:
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -141,30 +137,30 @@ class Submesh:
 
 
 def placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    """A host array, the same in all processes, on the devices of this one."""
+    """Copies a host array, equal in all processes, to this process's devices of a sharding."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def shards_here(array: jax.Array) -> dict[int, jax.Array]:
-    """The shards on devices of this process, by their place among all."""
+    """Returns the shards on devices of this process, by shard index."""
     if len(array.sharding.device_set) == 1:
         return {0: array.addressable_data(0)}
     if array.is_fully_addressable:
-        return {place: array.addressable_data(place) for place in range(len(array.sharding.device_set))}
+        return {index: array.addressable_data(index) for index in range(len(array.sharding.device_set))}
     assert isinstance(array.sharding, NamedSharding) and array.sharding.mesh.devices is not None, array.sharding
-    places = {device: place for place, device in enumerate(array.sharding.mesh.devices.flat)}
-    return {places[shard.device]: shard.data for shard in array.addressable_shards}
+    index_of = {device: index for index, device in enumerate(array.sharding.mesh.devices.flat)}
+    return {index_of[shard.device]: shard.data for shard in array.addressable_shards}
 
 
 def signature_of(arguments: Any) -> Signature:
-    """What a program is traced anew for."""
+    """Returns the shapes and dtypes for which a program is traced anew."""
     return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(arguments))
 
 
 class Program:
-    """A jitted pure function that knows what it was compiled for. Paced ones return a non-donated array last."""
+    """A jitted pure function that records its traced signatures. Paced programs return a non-donated array last."""
 
     def __init__(
         self,
@@ -176,13 +172,13 @@ class Program:
         paced: bool = False,
         options: dict[str, Option] | None = None,
     ) -> None:
-        """platform: of the devices it is for, where it has kernels: those of other platforms are not traced then.
-        options: the compiler's (`compiler_flags.py`)."""
+        """Wraps `function`. `platform` selects the kernels to trace; `options` are the compiler's
+        (`compiler_flags.py`)."""
 
-        # Through a function of its own: jit keeps one cache a function, and counts here are this program's alone.
+        # A function of its own, because jit has one cache per function and the counts here are per program.
         @wraps(function)
         def own(*arguments: Any) -> Any:
-            self.traced.add(signature_of(arguments))  # runs while tracing alone
+            self.traced.add(signature_of(arguments))  # runs only while tracing
             with traced_for(platform), moved_as_stored(options == AS_STORED):
                 return function(*arguments)
 
@@ -198,26 +194,26 @@ class Program:
         return results
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:
-        """The program for arguments that may be shapes with a sharding, ready to compile; nothing runs."""
+        """Returns the program lowered for arrays or abstract arguments, ready to compile; nothing runs."""
         return self._jit.lower(*arguments)
 
     @property
     def num_compiled(self) -> int:
-        """Shapes and placements this function was compiled for."""
+        """Number of signatures and placements for which this program was compiled."""
         return self._jit._cache_size()
 
 
-# The mesh of a ring: axes ("pp", "tp"), on which every program runs on all devices at once.
+# The mesh of a ring: axes ("pp", "tp"); its programs run on all devices at once.
 #
-# Stage s stands on the devices of row s, which are a submesh of their own as well: what is done to one stage's
-# pages alone runs there, and arrays change between the two views without a copy.
+# The devices of row s form stage s and also a submesh. Programs on one stage's pages run on that submesh, and arrays
+# change between the two views without a copy.
 
 RING = "pp"
 BOTH = (RING, AXIS)
 
 
 class RingMesh:
-    """`pp` stages of `tp` shards, devices stage-major; it may span processes as a `Submesh` does."""
+    """A mesh of `pp` stages of `tp` shards, devices stage-major; it may span processes like a `Submesh`."""
 
     def __init__(self, devices: Sequence[Device], pp: int) -> None:
         self.devices, self.pp, self.tp = tuple(devices), pp, len(devices) // pp
@@ -231,21 +227,21 @@ class RingMesh:
 
     @cached_property
     def local_devices(self) -> tuple[Device, ...]:
-        """Those of this process, in order."""
+        """The devices of this process, in order."""
         return tuple(device for stage in self.stages for device in stage.local_devices)
 
     @property
     def reader(self) -> Device:
-        """See `Submesh.reader`."""
+        """The device from which this process reads; see `Submesh.reader`."""
         return next(iter(self.local_devices), self.devices[0])
 
     @property
     def axis(self) -> str | None:
-        """What the shards of one stage sum over; None where it has one."""
+        """The axis that the shards of one stage reduce over; None with one shard."""
         return AXIS if self.tp > 1 else None
 
     def put(self, arrays: Any) -> Any:
-        """Host arrays (a pytree), the same in all processes, whole to every device."""
+        """Copies host arrays (a pytree), equal in all processes, whole to every device."""
         return jax.tree.map(self._put_here, arrays)
 
     def _put_here(self, array: Any) -> jax.Array:
@@ -253,7 +249,7 @@ class RingMesh:
         return jax.make_array_from_single_device_arrays(array.shape, self.whole, copies)
 
     def row_major(self, spec: PartitionSpec, rank: int) -> Format:
-        """See `Submesh.row_major`."""
+        """Returns a row-major format; see `Submesh.row_major`."""
         return Format(Layout(tuple(range(rank))), self.sharding(spec))
 
     def program(
@@ -266,17 +262,17 @@ class RingMesh:
         *,
         as_stored: bool = False,
     ) -> Program:
-        """`function` of one device as a program of all. as_stored: as of `Submesh.program`."""
+        """Returns `function` of one device as a program of the whole ring; see `Submesh.program`."""
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         options = options_for(self.reader, as_stored=as_stored, devices=len(self.devices))
         return Program(mapped, donate, out_formats, self.devices[0].platform, paced=True, options=options)
 
-    # ------------------------------------------------------------ a stage's view of the ring's arrays, and back
+    # Conversion between a stage's arrays and the ring's.
 
     def shards_of(self, stage: int) -> list[int]:
-        """The places among all devices of this process's devices of the stage."""
+        """Returns the indices in the ring of this process's devices of the stage."""
         return [self.devices.index(device) for device in self.stages[stage].local_devices]
 
     def joined(self, shards: Sequence[jax.Array], shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-        """The array of the whole ring from this process's shards, in order."""
+        """Returns the array of the whole ring from this process's shards, in order."""
         return jax.make_array_from_single_device_arrays(shape, self.sharding(spec), list(shards))

@@ -1,6 +1,6 @@
-"""Devices that are not there: topologies of TPUs and GPUs that programs compile for and never run on.
+"""Topologies of TPUs and GPUs that are not attached: programs are compiled for them and never run.
 
-A topology's devices are made once and kept: devices of two descriptions of the same machine cannot be mixed.
+The devices of a topology are created once, because devices of two descriptions of the same machine cannot be mixed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from jdisagg.core.hardware import Chip, Target
 from jdisagg.parallel.submesh import Device
 
 # Variables that an entry file sets before the compilers are loaded. The first lets several processes load libtpu at
-# once; the others keep it from asking for a TPU's metadata, and the CUDA plugin for libraries that compiling needs not.
+# once; the others stop libtpu from querying TPU metadata and the CUDA plugin from requiring libraries that only running
+# needs.
 ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -37,10 +38,8 @@ _PLUGINS = ("xla_cuda13", "xla_cuda12")
 
 @cache
 def devices_of(target: Target) -> tuple[Device, ...]:
-    """All devices of the target, in the order a run on it would have them.
-
-    Raises ConfigError where the compiler for it is not installed, MeshError where it refuses the shape.
-    """
+    """Returns all devices of the target, in the order of a run on it. Raises ConfigError if its compiler is not
+    installed, MeshError if the compiler refuses the shape."""
     check_compiler(target.chip)
     try:
         found = _tpus(target) if target.chip.gpu is None else _gpus(target.chip, target.sides)
@@ -51,7 +50,7 @@ def devices_of(target: Target) -> tuple[Device, ...]:
 
 
 def check_compiler(chip: Chip) -> None:
-    """Raises ConfigError naming the extra that brings the compiler for this chip."""
+    """Raises ConfigError with the extra to install if the compiler for this chip is missing."""
     if chip.gpu is None:
         found = find_spec("libtpu") is not None
     else:
@@ -63,9 +62,9 @@ def check_compiler(chip: Chip) -> None:
 
 def _tpus(target: Target) -> tuple[Device, ...]:
     name = f"{target.chip.compiled_as or target.chip.name}:" + "x".join(map(str, target.sides))
-    host = tuple(min(side, 2) for side in (*target.sides, 1)[:3])  # 2 x 2 chips a host, where there are so many
+    host = tuple(min(side, 2) for side in (*target.sides, 1)[:3])  # 2 x 2 chips per host, if there are as many
     if target.sides == (2, 4):
-        host = (2, 4, 1)  # the one slice of eight chips that is a single host
+        host = (2, 4, 1)  # this slice of eight chips is a single host
     host = (*host[:2], 1)
     found = topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host).devices
     return tuple(np.array(found).flat)
@@ -80,7 +79,7 @@ def _gpus(chip: Chip, sides: tuple[int, ...]) -> tuple[Device, ...]:
 
 
 def gpu_config(chip: Chip) -> str:
-    """The chip as XLA's GpuTargetConfigProto, in text."""
+    """Returns the chip as XLA's GpuTargetConfigProto in text format."""
     sheet = chip.gpu
     assert sheet is not None, chip
     return f"""
@@ -103,23 +102,24 @@ device_description_str: "{sheet.description}"
 """
 
 
-# What a machine and its compiler are called where something is kept that is for no other.
+# Identification of this machine for caches of compiled programs.
 
 
 def machine_name() -> str:
-    """Programs are for one kind of processor and one compiler: a home folder that machines share has one for each."""
+    """Returns a name for this kind of processor and compiler, so that machines that share a home folder have separate
+    caches."""
     words = [platform.machine(), _processor(), jax.__version__, version("jaxlib")]
     return f"jax-{jax.__version__}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]}"
 
 
 @cache
 def has_feature(name: str) -> bool:
-    """Whether this machine's processor says that it has it, in the words of Linux ("avx512f")."""
+    """Returns True if this machine's processor has a feature, named as in Linux ("avx512f")."""
     return name in _processor().split()
 
 
 def _processor() -> str:
-    """What the processor can do, as far as the system tells."""
+    """Returns the processor's feature flags, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""All that a profile holds, case by case: a list of things to time, rounds over all of them, and medians."""
+"""Profiles a deployment: times every program and transfer in rounds, and reports medians."""
 
 from __future__ import annotations
 
@@ -38,12 +38,10 @@ from jdisagg.serve.deploy.assemble import router_config
 from jdisagg.serve.deploy.deployment import Deployment
 from jdisagg.serve.driver.local_service import LocalService
 
-# Times of a run's own warmed programs: what one machine does alone, what two do to each other, what the host
-# adds.
+# Times of warm programs: each executor alone, two at once, and the overhead of the host.
 #
-# Everything runs the plans that a worker would make, on real pages. A *case* is one thing to time; all cases are
-# timed once a round, so that what else the machine does meanwhile falls on all alike. `jdisagg profile` makes a
-# table of it.
+# Everything runs a worker's plans on real pages. A *case* is one measurement. All cases are timed once per round, so
+# that other load on the machine affects all alike.
 
 GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0)
 TURNS = 8  # steps of one sample
@@ -53,38 +51,34 @@ step_ids = count(1)
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of one call."""
+    """Returns the seconds of one call."""
     began_s = time.perf_counter()
     work()
     return time.perf_counter() - began_s
 
 
 def pages_for(config: WorkerConfig, tokens: int, row: int = 0) -> tuple[int, ...]:
-    """Pages of a sequence, other ones for each row as far as the pool has them."""
+    """Returns the pages of a sequence; different ones for each row as far as the pool has them."""
     needed = config.pages_for(tokens)
     return tuple((row * needed + index) % config.num_pages + 1 for index in range(needed))
 
 
-# ---------------------------------------------------------------------- programs, one by one
-
-
+# Single programs.
 def time_program(machine: MeshExecutor, declared: DeclaredProgram) -> float:
-    """Of one call over null pages, from its dispatch to its result."""
+    """Times one call over null pages, from dispatch to result."""
     owner, batch = machine.owner(declared), jax.block_until_ready(null_batch(declared))
     return seconds(lambda: jax.block_until_ready(run_null(owner, declared, batch)))
 
 
-# ---------------------------------------------------------------------- prefill
-
-
+# Prefill chunks.
 def chunk_sizes(config: WorkerConfig) -> list[tuple[int, int]]:
-    """(tokens, context): the least and the most of each bucket, at the head of a prompt and far behind it."""
-    sizes, least = [], 1
-    for most in config.prefill_buckets:
-        for tokens in sorted({min(least, config.max_model_len), min(most, config.max_model_len)}):
-            room = config.max_model_len - tokens
-            sizes += [(tokens, context) for context in sorted({0, room // 2, room})]
-        least = most + 1
+    """Returns (tokens, context): the smallest and largest of each bucket, with no, half and maximal context."""
+    sizes, smallest = [], 1
+    for largest in config.prefill_buckets:
+        for tokens in sorted({min(smallest, config.max_model_len), min(largest, config.max_model_len)}):
+            max_context = config.max_model_len - tokens
+            sizes += [(tokens, context) for context in sorted({0, max_context // 2, max_context})]
+        smallest = largest + 1
     return sizes
 
 
@@ -100,7 +94,7 @@ def time_chunk(machine: MeshExecutor, tokens: int, context: int) -> float:
 
 
 def time_first_draw(machine: MeshExecutor) -> float:
-    """Of logits that are there."""
+    """Times the sampling of the first token from given logits."""
     runner = machine.runner
     assert isinstance(runner, Runner) and runner.prefiller is not None, f"{machine.config.worker} does not prefill"
     prefiller, chunks = runner.prefiller, one_chunk(machine.config, 1, 0)
@@ -109,11 +103,9 @@ def time_first_draw(machine: MeshExecutor) -> float:
     return seconds(lambda: jax.block_until_ready(prefiller.draw(chunks, logits)))
 
 
-# ---------------------------------------------------------------------- decode
-
-
+# Decode steps.
 def step_sizes(config: WorkerConfig) -> list[tuple[int, int]]:
-    """(batch, context): one slot, half and all of a microbatch, over contexts from a page to the longest."""
+    """Returns (batch, context): one slot, half and all of a microbatch, with contexts from a page to the longest."""
     slots, longest = config.slots_per_microbatch, config.max_model_len - room_of(config)
     batches = sorted({1, max(1, slots // 2), slots})
     contexts = sorted({max(1, min(size, longest)) for size in (config.page_size, longest // 4, longest // 2, longest)})
@@ -121,17 +113,17 @@ def step_sizes(config: WorkerConfig) -> list[tuple[int, int]]:
 
 
 def turns_of(config: WorkerConfig) -> list[int]:
-    """Of a ring's dispatch, the least and the most."""
+    """Returns the smallest and largest number of steps per dispatch of a ring."""
     return sorted({1, config.decode.steps_per_dispatch})
 
 
 def room_of(config: WorkerConfig) -> int:
-    """Tokens that a fixture's sequences may draw."""
+    """Returns the tokens that a fixture's sequences may generate."""
     return 2 * max(TURNS, tokens_of(config.decode.steps_per_dispatch))
 
 
 def tokens_of(turns: int) -> int:
-    """That each row draws in one sample of steps of so many turns."""
+    """Returns the tokens of each row in one sample with so many steps per dispatch."""
     return turns * steps_of(turns)
 
 
@@ -144,10 +136,10 @@ def table_pages(config: WorkerConfig, context: int) -> int:
 
 
 class DecodeFixture:
-    """Sequences in the first slots of some microbatches, and the steps that they take."""
+    """Sequences in the first slots of some microbatches, and the decode steps over them."""
 
     def __init__(self, machine: MeshExecutor, batch: int, context: int, microbatches: int = 1, turns: int = 1) -> None:
-        """turns: tokens of each row that a step draws, of a ring."""
+        """Creates the fixture. `turns`: tokens of each row per step, for a ring."""
         self.machine, self.batch, self.context = machine, batch, context
         self.widths = (turns,) * batch if turns > 1 else ()
         self.config, self.microbatches = machine.config, range(microbatches)
@@ -158,7 +150,7 @@ class DecodeFixture:
         return tuple(range(first, first + self.batch))
 
     def take(self) -> float:
-        """Seconds of a step that every sequence joins, the longest of the microbatches'."""
+        """Admits every sequence; returns the seconds of that step, the maximum over microbatches."""
         longest = self.context + room_of(self.config)
         found = []
         for microbatch in self.microbatches:
@@ -176,26 +168,25 @@ class DecodeFixture:
             self.machine.run(plan).read()
 
     def step(self, microbatch: int = 0) -> Callable[[], object]:
-        """Dispatches one; the result waits for its tokens."""
+        """Dispatches one step; the returned function waits for its tokens."""
         rows = DecodeRows(
             microbatch, self.slots(microbatch), self.width, widths=self.widths, turns=len(self.widths) > 0
         )
         return self.machine.run(StepPlan(next(step_ids), rows)).read
 
     def lone_step(self) -> float:
-        """From its dispatch to its tokens, with nothing else under way."""
+        """Times one step from dispatch to tokens with nothing else in flight."""
         began_s = time.perf_counter()
         self.step()()
         return time.perf_counter() - began_s
 
     def period(self, steps: int = TURNS) -> float:
-        """Seconds from step to step of one microbatch, `steps_in_flight` of each dispatched before the first is
-        read.
-        """
+        """Returns seconds per step of one microbatch, with `steps_in_flight` steps dispatched before the first is
+        read."""
         ahead = self.config.steps_in_flight * len(self.microbatches)
         waiting = deque[Callable[[], object]]()
 
-        def go_round() -> None:
+        def run_steps() -> None:
             for number in range(steps * len(self.microbatches)):
                 waiting.append(self.step(number % len(self.microbatches)))
                 if len(waiting) >= ahead:
@@ -203,7 +194,7 @@ class DecodeFixture:
             while waiting:
                 waiting.popleft()()
 
-        return seconds(go_round) / steps
+        return seconds(run_steps) / steps
 
 
 @contextmanager
@@ -219,13 +210,13 @@ def decode_fixture(
 
 
 def time_steps(machine: MeshExecutor, batch: int, context: int, microbatches: int = 1, turns: int = 1) -> float:
-    """From step to step, of that many microbatches at once."""
+    """Times steps of so many microbatches at once, from step to step."""
     with decode_fixture(machine, batch, context, microbatches, turns) as fixture:
         return fixture.period(steps_of(turns))
 
 
 def time_admission(machine: MeshExecutor, batch: int, context: int) -> float:
-    """What a step that sequences join takes beyond another one like it; may be below 0 on a machine with other work."""
+    """Returns the extra seconds of a step that admits sequences; may be negative on a machine with other load."""
     fixture = DecodeFixture(machine, batch, context)
     joined_s = fixture.take()
     lone_s = fixture.lone_step()
@@ -234,7 +225,7 @@ def time_admission(machine: MeshExecutor, batch: int, context: int) -> float:
 
 
 def time_stages(machine: MeshExecutor, batch: int, context: int) -> tuple[float, ...]:
-    """Of each stage with nothing before it under way; the step is not drawn, so that its slots stay where they are."""
+    """Times each stage with nothing else in flight. Nothing is sampled, so the slots do not change."""
     decoder = machine.runner.decoder
     assert decoder is not None, f"{machine.config.worker} does not decode"
     with decode_fixture(machine, batch, context) as fixture:
@@ -248,13 +239,11 @@ def time_stages(machine: MeshExecutor, batch: int, context: int) -> tuple[float,
     return tuple(found)
 
 
-# ---------------------------------------------------------------------- transfers
-
-
+# Transfers of KV.
 def time_transfer(
     source: MeshExecutor, destination: MeshExecutor, pages: int, layers: tuple[int, int] | None, wire: str
 ) -> tuple[int, float, float]:
-    """(bytes, seconds until they have landed, seconds until they are in pages)."""
+    """Returns (bytes, seconds until the KV has arrived, seconds to insert it into pages)."""
     group = source.group_to(destination.config)
     tokens = pages * group.source * source.config.page_size
     here, there = source.config.worker, destination.config.worker
@@ -273,13 +262,12 @@ def time_transfer(
     return shipment.packed_bytes, landed_s - began_s, time.perf_counter() - landed_s
 
 
-# ---------------------------------------------------------------------- two at once
-
+# Two executors at once.
 Work = Callable[[], float]  # seconds of one sample
 
 
 def usual_work(machine: MeshExecutor, phase: str) -> Work:
-    """What a worker does all day: whole chunks, or steps of half a microbatch at half its length."""
+    """Returns typical work of a phase: whole chunks, or steps of half a microbatch at half the maximum length."""
     config = machine.config
     if phase == "prefill":
         return lambda: time_chunk(machine, min(config.prefill_buckets[0], config.max_model_len), 0)
@@ -289,14 +277,14 @@ def usual_work(machine: MeshExecutor, phase: str) -> Work:
 
 @contextmanager
 def busy(work: Work) -> Iterator[None]:
-    """Another thread does nothing else meanwhile."""
+    """Repeats `work` in another thread meanwhile."""
     stop = threading.Event()
 
-    def go_on() -> None:
+    def repeat_work() -> None:
         while not stop.is_set():
             work()
 
-    thread = threading.Thread(target=go_on, name="timing-beside")
+    thread = threading.Thread(target=repeat_work, name="timing-beside")
     thread.start()
     try:
         yield
@@ -311,7 +299,7 @@ def time_beside(foreground: Work, background: Work) -> float:
 
 
 def pairs(machines: Sequence[MeshExecutor]) -> dict[tuple[str, str], tuple[MeshExecutor, MeshExecutor]]:
-    """By (phase, phase beside it), the first two machines that can."""
+    """Returns the first two executors for each (phase, concurrent phase)."""
     found: dict[tuple[str, str], tuple[MeshExecutor, MeshExecutor]] = {}
     for one in machines:
         for other in machines:
@@ -335,7 +323,7 @@ PREFILL, DECODE = PHASES
 
 
 class Profiler:
-    """A stack's machines, warm, and what is to be timed on them. Nothing else may use them meanwhile."""
+    """The warm executors of a deployment and the cases to time on them. Nothing else may use them meanwhile."""
 
     def __init__(self, deployment: Deployment, settings: Settings, machines: Mapping[WorkerId, MeshExecutor]) -> None:
         self.deployment, self.settings, self.machines = deployment, settings, dict(machines)
@@ -350,8 +338,7 @@ class Profiler:
         self._add_pairs()
         self._add_host()
 
-    # ------------------------------------------------------------ what is timed
-
+    # Cases.
     def _add(self, key: Key, work: Work) -> None:
         self.cases[key] = lambda: (work(),)
 
@@ -418,7 +405,7 @@ class Profiler:
         self.cases["host", "request"] = lambda: self._lone_request(tokens)
 
     def _lone_request(self, tokens: int) -> tuple[float, ...]:
-        """Seconds of a request that is alone in the whole stack: its prefill, each token after, its reservation."""
+        """Returns seconds of a request alone in the system: its prefill, each later token, its reservation."""
         deployment, limits = self.deployment, router_config(self.settings)
         service = LocalService(
             Router(limits, deployment.workers),
@@ -436,10 +423,10 @@ class Profiler:
             service.stop()
         return parts["prefill"] / 1e9, parts["decode"] / 1e9 / (LONE_TOKENS - 2), parts["reserve_wait"] / 1e9
 
-    # ------------------------------------------------------------ rounds
-
+    # Rounds.
     def run(self, rounds: int, on_progress: OnProgress = lambda label, done, total: None) -> None:
-        """Times every case once a round; one time before the very first is not counted. May be called again."""
+        """Times every case once per round; before the very first round each is timed once without counting. Can be
+        called again."""
         uncounted = 0 if self.samples else 1
         queue = [*itertools.product(range(rounds + uncounted), self.cases.items())]
         for done, (number, (key, case)) in enumerate(queue):
@@ -450,11 +437,10 @@ class Profiler:
         on_progress("done", len(queue), len(queue))
 
     def seconds(self, *key: object, index: int = 0) -> float:
-        """The median of a case's samples."""
+        """Returns the median of a case's samples."""
         return statistics.median(sample[index] for sample in self.samples[key])
 
-    # ------------------------------------------------------------ the table
-
+    # The profile.
     def profile(self, machine: str) -> Profile:
         deployment = self.deployment
         return Profile(
@@ -514,7 +500,8 @@ class Profiler:
         return tuple(found)
 
     def _slowdown(self) -> dict[str, dict[str, float]]:
-        """Of one phase by another device at the other phase; of steps by turns, between the stages where there are."""
+        """Returns the slowdown of a phase by the other phase on another device, and of decode steps by other
+        microbatches."""
         found: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
         for key in self.samples:
             if key[0] == "pair" and key[3] == "beside":
@@ -539,7 +526,7 @@ class Profiler:
 
 
 async def _parts_of_one(service: LocalService, tokens: int) -> dict[str, int]:
-    """Nanoseconds of each part of its ledger."""
+    """Returns the nanoseconds of each part of one request's ledger."""
     sampling = SamplingParams(max_tokens=LONE_TOKENS, temperature=0.0)
     request = Request(RequestId("lone"), (TOKEN,) * tokens, sampling, arrival_s=service.now_s())
     finish = None
@@ -549,11 +536,11 @@ async def _parts_of_one(service: LocalService, tokens: int) -> dict[str, int]:
     return finish.ledger.parts_ns()
 
 
-# A profile as a table for a terminal.
+# Terminal output.
 
 
 def show_profile(console: Console, profile: Profile, path: str) -> None:
-    """The least and the most of each kind, and what the devices share."""
+    """Prints the minimum and maximum of each kind of program, and the slowdowns."""
     table = Table("", "least", "most", title=f"{profile.model} on {profile.mesh}, milliseconds", title_justify="left")
     for pool in profile.pools:
         for kind in (pool.prefill, pool.decode):
@@ -576,11 +563,11 @@ def show_profile(console: Console, profile: Profile, path: str) -> None:
     console.print(f"{profile.machine}; {profile.repeats} samples a case; written to {path}", highlight=False)
 
 
-# What a profile was taken on, in one line.
+# Description of the machine.
 
 
 def describe_machine(device_kind: str) -> str:
-    """The processor as the kernel names it, the cores this process may use, and the devices' kind."""
+    """Returns the processor's model name, the cores this process may use, and the kind of devices."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

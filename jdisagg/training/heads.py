@@ -1,9 +1,8 @@
-"""A draft head that learns what its model is going to think, from what the model wrote (`answers.py`).
+"""Trains an EAGLE draft head on text that its target model generated (`data.py`).
 
-It begins as the model's last layer, told what the state before was and what the token is. Its loss is how far its
-distribution of each next token is from the model's, in nats, and how far what it makes is from the state itself, as it
-goes on from what it made. Some of the states that it is given are therefore its own (scheduled sampling: Bengio et al.
-2015), and some are zeros, as where a state is nowhere any more.
+The head starts as the target's last layer. Its loss is the KL divergence in nats of its next-token distribution from
+the target's, plus the squared error of its predicted states. Some of the input states are its own predictions
+(scheduled sampling: Bengio et al. 2015), and some are zeros, as for states that are not available in serving.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ from jdisagg.training.run import Checkpoints, read_table
 from jdisagg.training.step import Leaves, OptimiserSettings, blocked_attend, make_optimiser, updated
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
-SHARED = ("embed", "rows")  # leaves that are the model's own
+SHARED = ("embed", "rows")  # leaves taken from the target model
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """What a head guesses among, and what it learns by: shares of the states it is given, and a weight of the loss."""
+    """The draft vocabulary and the training parameters of a head: shares of input states, and a weight of the loss."""
 
-    tokens: int  # the most frequent ones; 0: all
+    tokens: int  # size of the draft vocabulary, by frequency; 0: all
     steps: int
     batch: int
     out_dir: str
@@ -65,12 +64,12 @@ class HeadSettings:
     own_states: float = 0.35
     lost_states: float = 0.05
     regression: float = 0.5
-    held_out: int = 8  # answers that it is judged by, and does not learn from
+    held_out: int = 8  # answers for evaluation, excluded from training
     seed: int = 0
 
 
-class _Beginning:
-    """The tensors of a head that begins as its model's last layer."""
+class _InitialHeadSource:
+    """The initial tensors of a head: those of the target's last layer."""
 
     def __init__(self, source: Source, model: ModelConfig, state_scale: float) -> None:
         self._source, self._layer = source, f"model.layers.{model.num_layers - 1}."
@@ -96,14 +95,14 @@ class _Beginning:
 
 @dataclass
 class HeadRun:
-    """A run taken apart; `step` steps are done."""
+    """The state of a training run after `step` steps."""
 
     settings: HeadSettings
     config: HeadConfig
     params: HeadParams
     lesson: Lesson
-    shared: tuple[Leaves, Array]  # the model's own: leaves of the head, and the table of scores
-    kept: Written  # what it is judged by
+    shared: tuple[Leaves, Array]  # the target's: leaves of the head, and the LM head's rows
+    kept: Written  # held-out answers
     written: Written
     checkpoints: Checkpoints
     step: int
@@ -115,35 +114,38 @@ class HeadRun:
 def open_head_run(
     settings: HeadSettings, optimiser: OptimiserSettings, target: Target, parts: list[Written]
 ) -> HeadRun:
-    """At its newest checkpoint, if there is one. Raises ConfigError where that guesses among other tokens."""
+    """Opens a run at its newest checkpoint, if any. Raises ConfigError if that checkpoint has another draft
+    vocabulary."""
     tokens, states = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "states"))
-    guesses = frequent(tokens, settings.tokens, target.config)
-    config = HeadConfig(replace(target.config, num_layers=1), norm=True, tokens=guesses)
+    draft_tokens = frequent(tokens, settings.tokens, target.config)
+    config = HeadConfig(replace(target.config, num_layers=1), norm=True, tokens=draft_tokens)
     source = open_source(Path(target.settings.folder), "hf", target.config)
     scale = _state_scale(source, tokens, states)
     mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
-    model = HeadModel(_Beginning(source, target.config, scale), config, source)
+    model = HeadModel(_InitialHeadSource(source, target.config, scale), config, source)
     params = load_head(model, mesh, jnp.float32, embeds=True, out_first=False)
-    learnt = [place for place, path in enumerate(params.paths) if path not in SHARED]
-    rule, leaves = make_optimiser(optimiser, settings.steps), [params.leaves[place] for place in learnt]
+    trained = [index for index, path in enumerate(params.paths) if path not in SHARED]
+    rule, leaves = make_optimiser(optimiser, settings.steps), [params.leaves[index] for index in trained]
     folder = Path(settings.out_dir)
     checkpoints, state, at = Checkpoints(folder / "checkpoints"), rule.init(leaves), 0
-    check_same_tokens(folder, len(parts), guesses, resumes=checkpoints.latest_step() is not None)
+    check_same_tokens(folder, len(parts), draft_tokens, resumes=checkpoints.latest_step() is not None)
     if checkpoints.latest_step() is not None:
         at = checkpoints.latest_step() or 0
         leaves, state = checkpoints.restore(at, leaves, state)
     shared = [leaf if path in SHARED else jnp.zeros(()) for leaf, path in zip(params.leaves, params.paths, strict=True)]
-    lesson, table = Lesson(settings, params, learnt, rule), _scores_of(source, config, params)
+    lesson, table = Lesson(settings, params, trained, rule), _scores_of(source, config, params)
     kept, rest = (
         Written(tokens[cut], states[cut]) for cut in (slice(settings.held_out), slice(settings.held_out, None))
     )
     return HeadRun(settings, config, params, lesson, (shared, table), kept, rest, checkpoints, at, leaves, state, [])
 
 
-def check_same_tokens(folder: Path, parts: int, guesses: tuple[int, ...] | None, *, resumes: bool) -> None:
-    """Raises ConfigError where the checkpoints in `folder` are of a head that guesses among other tokens than these,
-    which so many parts use most; else notes what they are of."""
-    record, now = folder / "guesses.json", {"parts": parts, "tokens": None if guesses is None else list(guesses)}
+def check_same_tokens(folder: Path, parts: int, draft_tokens: tuple[int, ...] | None, *, resumes: bool) -> None:
+    """Records the draft vocabulary in `folder`. Raises ConfigError if checkpoints to resume have another one."""
+    record, now = (
+        folder / "guesses.json",
+        {"parts": parts, "tokens": None if draft_tokens is None else list(draft_tokens)},
+    )
     if resumes and record.exists():
         was = json.loads(record.read_text())
         if was["tokens"] != now["tokens"]:
@@ -156,7 +158,7 @@ def check_same_tokens(folder: Path, parts: int, guesses: tuple[int, ...] | None,
 
 
 def frequent(tokens: np.ndarray, number: int, config: ModelConfig) -> tuple[int, ...] | None:
-    """The most frequent tokens, ascending; None for all."""
+    """Returns the most frequent tokens, ascending; None for all."""
     if number == 0 or number >= config.vocab_size:
         return None
     counts = np.bincount(tokens.reshape(-1), minlength=config.vocab_size)
@@ -164,7 +166,7 @@ def frequent(tokens: np.ndarray, number: int, config: ModelConfig) -> tuple[int,
 
 
 def _state_scale(source: Source, tokens: np.ndarray, states: np.ndarray) -> float:
-    """What makes a state as large as an embedded token."""
+    """Returns the factor that scales a state to the size of an embedding."""
     shape = source.shape(EMBED)
     assert shape is not None
     table = source.read(EMBED, tuple(slice(0, size) for size in shape)).astype(np.float32)[tokens[0]]
@@ -172,7 +174,7 @@ def _state_scale(source: Source, tokens: np.ndarray, states: np.ndarray) -> floa
 
 
 def _scores_of(source: Source, config: HeadConfig, params: HeadParams) -> Array:
-    """f32[tokens it guesses among, hidden]: the model's head."""
+    """Returns the target's LM head rows of the draft vocabulary, f32[tokens, hidden]."""
     if "rows" in params.paths:
         return params.leaves[params.paths.index("rows")]
     name = "model.embed_tokens.weight" if source.shape("lm_head.weight") is None else "lm_head.weight"
@@ -181,29 +183,29 @@ def _scores_of(source: Source, config: HeadConfig, params: HeadParams) -> Array:
 
 
 class Lesson:
-    """What one step does, and how a head is judged."""
+    """The training step of a head, and its evaluation."""
 
     def __init__(
-        self, settings: HeadSettings, params: HeadParams, learnt: list[int], rule: optax.GradientTransformation
+        self, settings: HeadSettings, params: HeadParams, trained: list[int], rule: optax.GradientTransformation
     ) -> None:
-        self.settings, self.params, self.learnt, self.rule = settings, params, learnt, rule
+        self.settings, self.params, self.trained, self.rule = settings, params, trained, rule
         self.step, self.judge = jax.jit(self._step, donate_argnums=(0, 1)), jax.jit(self._judged)
 
     def merged(self, leaves: Leaves, shared: Leaves) -> DraftHead:
         whole = list(shared)
-        for place, leaf in zip(self.learnt, leaves, strict=True):
-            whole[place] = leaf
+        for index, leaf in zip(self.trained, leaves, strict=True):
+            whole[index] = leaf
         return self.params.merge(whole)
 
     def loss(self, leaves: Leaves, shared: Leaves, table: Array, tokens: Array, states: Array, key: Array) -> Array:
         head, before = self.merged(leaves, shared), later(states)
-        own = later(jax.lax.stop_gradient(run_head(head, tokens, before)))
+        own_states = later(jax.lax.stop_gradient(run_head(head, tokens, before)))
         chance = jax.random.uniform(key, (*tokens.shape, 1))
-        given = jnp.where(chance < self.settings.own_states, own, before)
+        given = jnp.where(chance < self.settings.own_states, own_states, before)
         made = run_head(head, tokens, jnp.where(chance > 1 - self.settings.lost_states, 0, given))
-        likely, guessed = log_likely(states, table), log_likely(made, table)
-        apart = jnp.sum(jnp.exp(likely) * (likely - guessed), axis=-1).mean()
-        return apart + self.settings.regression * jnp.mean((made - states) ** 2) / jnp.mean(states**2)
+        target_log_probs, head_log_probs = log_likely(states, table), log_likely(made, table)
+        divergence = jnp.sum(jnp.exp(target_log_probs) * (target_log_probs - head_log_probs), axis=-1).mean()
+        return divergence + self.settings.regression * jnp.mean((made - states) ** 2) / jnp.mean(states**2)
 
     def _step(self, leaves: Leaves, state: optax.OptState, *given: Any) -> tuple[Any, ...]:
         shared, table, tokens, states, key = given
@@ -212,7 +214,8 @@ class Lesson:
         return *updated(self.rule, leaves, state, gradients), loss
 
     def _judged(self, leaves: Leaves, shared: Leaves, table: Array, tokens: Array, states: Array) -> list[Array]:
-        """How often both think the same token likeliest: from true states, and from what it made of those."""
+        """Returns the agreement of greedy tokens with the target, from true states and from the head's own predicted
+        states."""
         head, states = self.merged(leaves, shared), states.astype(jnp.float32)
         first = run_head(head, tokens, later(states))
         second = run_head(head, tokens, later(first))
@@ -221,7 +224,7 @@ class Lesson:
 
 
 def run_head(head: DraftHead, tokens: Array, before: Array) -> Array:
-    """What the states [B, T, hidden] are going to be, of tokens i32[B, T] and the states before each."""
+    """Returns the predicted states [B, T, hidden] for tokens i32[B, T] and the states before each."""
     assert head.embed is not None
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return head(head.embed[...][tokens], before, positions, blocked_attend)
@@ -232,12 +235,12 @@ def log_likely(states: Array, table: Array) -> Array:
 
 
 def later(states: Array) -> Array:
-    """[B, T, hidden]: the state before each."""
+    """Shifts states [B, T, hidden] by one position, so that each position has the state before it."""
     return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 
 
 def train_head(run: HeadRun) -> None:
-    """To the last step, saving and reporting on the way."""
+    """Trains to the last step, with checkpoints and reports."""
     settings, began_s, since = run.settings, time.perf_counter(), list[float]()
     while run.step < settings.steps:
         rng = np.random.default_rng([settings.seed, run.step])
@@ -259,26 +262,29 @@ def train_head(run: HeadRun) -> None:
 
 
 def judge(run: HeadRun) -> tuple[float, float]:
-    """Shares of places at which it thinks the same token likeliest as its model, one and two tokens ahead."""
+    """Returns the shares of positions where head and target agree on the greedy token, one and two tokens ahead."""
     found = run.lesson.judge(run.leaves, *run.shared, run.kept.tokens, run.kept.states)
     return round(float(found[0]), 4), round(float(found[1]), 4)
 
 
 def export_head(run: HeadRun) -> None:
-    """Its own weights in bf16, in a folder as EAGLE's are; tables are the model's."""
+    """Writes the head's own weights in bf16 as an EAGLE folder; the tables are the target's."""
     folder = Path(run.settings.export_dir)
     folder.mkdir(parents=True, exist_ok=True)
     rules, tensors = head_leaves(run.config), dict[str, np.ndarray]()
-    for place, leaf in zip(run.lesson.learnt, run.leaves, strict=True):
-        for part, _, piece in rules[run.params.paths[place]].cut(np.asarray(leaf), 0, 1):
+    for index, leaf in zip(run.lesson.trained, run.leaves, strict=True):
+        for part, _, piece in rules[run.params.paths[index]].cut(np.asarray(leaf), 0, 1):
             tensors[part.name] = np.ascontiguousarray(piece).astype(ml_dtypes.bfloat16)
     if run.config.tokens is not None:
         tensors[TOKENS] = np.array(run.config.tokens, np.int64) - np.arange(len(run.config.tokens))
     save_hf(folder, tensors.items())
-    own = {"architectures": [ARCHITECTURE], "sliding_window": run.written.tokens.shape[1]}  # no more was ever seen
+    own = {
+        "architectures": [ARCHITECTURE],
+        "sliding_window": run.written.tokens.shape[1],
+    }  # the longest context in training
     write_json(folder / "config.json", config_json(run.config.layer, "bfloat16") | own)
     first, second = judge(run)
-    told = {
+    summary = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "steps": run.step,
         "tokens": run.step * run.settings.batch * run.written.tokens.shape[1],
@@ -289,16 +295,16 @@ def export_head(run: HeadRun) -> None:
         "losses": read_losses(Path(run.settings.out_dir) / "log.jsonl"),
         "settings": asdict(run.settings),
     }
-    write_json(folder / "training.json", told)
+    write_json(folder / "training.json", summary)
 
 
 def read_losses(path: Path) -> list[list[float]]:
-    """Steps done, and the mean loss of those since the last line."""
+    """Returns [steps done, mean loss since the previous line] of each line of the log."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [[line["step"], line["loss"]] for line in lines]
 
 
-# The settings of a head's training: one TOML file with [target], [head] and [optimiser].
+# Settings of a head's training: one TOML file with [target], [head] and [optimiser].
 
 TABLES = ("target", "head", "optimiser")
 
@@ -311,7 +317,7 @@ class HeadTrainSettings:
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """Raises ConfigError for a file that cannot be read."""
+    """Reads a TOML file. Raises ConfigError if it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
@@ -319,7 +325,8 @@ def read_tables(path: Path) -> dict[str, Any]:
 
 
 def read_head_settings(path: Path) -> HeadTrainSettings | None:
-    """None where the file is about a model. Raises ConfigError, FlagError for tables and keys unknown or missing."""
+    """Returns the settings, or None if the file describes a model. Raises ConfigError, FlagError for unknown or missing
+    keys."""
     tables = read_tables(path)
     if "head" not in tables:
         return None

@@ -1,4 +1,4 @@
-"""The picture of a run: training loss and held-out bits per byte over the tokens seen."""
+"""Plots a run: training loss and held-out bits per byte over the tokens seen."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from jdisagg.training.run import Report
 
 
 def plot_losses(reports: list[Report], path: Path) -> None:
-    """Writes a PNG: loss in nats a token on the left axis, bits per byte on the right one."""
+    """Writes a PNG with the loss in nats per token (left axis) and bits per byte (right axis)."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     left = figure.add_subplot()

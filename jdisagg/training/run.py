@@ -1,4 +1,4 @@
-"""One training run from corpus to last checkpoint: resumable at any step with the same losses."""
+"""One training run from corpus to exported model, resumable at any step with the same losses."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from jdisagg.training.step import (
 )
 from jdisagg.training.teacher import TeacherSettings, answers_of, make_lesson, open_teacher, pupil_of
 
-# How well a model predicts held-out files: bits for each byte of text, whatever the tokenizer.
+# Evaluation on held-out files in bits per byte of text, which does not depend on the tokenizer.
 
 Meter = Callable[[Leaves, np.ndarray, np.ndarray], Array]
 
@@ -88,21 +88,23 @@ def cut_windows(documents: tuple[Document, ...], tokenizer: Tokenizer, length: i
 
 
 def thinned(windows: Windows, count: int, tokenizer: Tokenizer) -> Windows:
-    """About `count` windows spread evenly over all of them."""
-    kept = np.unique(np.linspace(0, len(windows.tokens) - 1, count).astype(int))
-    tokens, counted = windows.tokens[kept], windows.counted[kept]
+    """Returns about `count` windows spread evenly over all of them."""
+    chosen = np.unique(np.linspace(0, len(windows.tokens) - 1, count).astype(int))
+    tokens, counted = windows.tokens[chosen], windows.counted[chosen]
     sizes = token_bytes(tokenizer)
     return Windows(tokens, counted, int((sizes[tokens[:, 1:]] * counted).sum()))
 
 
 def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """i64[V]: bytes of text each token stands for; byte-level BPE spells a byte as one character, specials are none."""
+    """Returns i64[V]: the bytes of text of each token. Byte-level BPE writes a byte as one character; special tokens
+    count 0."""
     texts = [tokenizer.id_to_token(index) or "" for index in range(tokenizer.get_vocab_size())]
     return np.asarray([0 if text in SPECIALS else len(text) for text in texts])
 
 
 def make_meter(network: Network) -> Meter:
-    """(leaves, i32[B, T + 1], bool[B, T]) -> f32[], the nats of all counted targets; make it once, it compiles."""
+    """Returns a jitted (leaves, i32[B, T + 1], bool[B, T]) -> f32[]: the nats of all counted targets. Create it once,
+    because it compiles."""
 
     def nats(leaves: Leaves, tokens: Array, counted: Array) -> Array:
         return (token_losses(network.merge(leaves), tokens) * counted.astype(jnp.float32)).sum()
@@ -111,7 +113,7 @@ def make_meter(network: Network) -> Meter:
 
 
 def bits_per_byte(meter: Meter, leaves: Leaves, windows: Windows, batch: int) -> float:
-    """How many bits each byte of the windows costs the model; `batch` windows are measured at a time."""
+    """Returns the model's bits per byte of the windows, measured in batches of `batch` windows."""
     total = 0.0
     for start in range(0, len(windows.tokens), batch):
         rows = slice(start, start + batch)
@@ -121,19 +123,18 @@ def bits_per_byte(meter: Meter, leaves: Leaves, windows: Windows, batch: int) ->
 
 
 def _padded(rows: np.ndarray, batch: int) -> np.ndarray:
-    """The rows with zero rows behind them, so that the last batch has the shape of the others."""
+    """Pads with zero rows so that the last batch has the shape of the others."""
     return np.concatenate([rows, np.zeros((batch - len(rows), *rows.shape[1:]), rows.dtype)])
 
 
-# A training run's settings: one TOML file, read into frozen dataclasses; unknown and missing keys are named
-# errors.
+# Settings of a training run: one TOML file, read into frozen dataclasses; errors name unknown and missing keys.
 
 Table = TypeVar("Table")
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Where a run keeps its files, and how often it reports and saves (all in steps)."""
+    """The folders of a run, and how often it reports and saves, in steps."""
 
     out_dir: str
     export_dir: str
@@ -141,8 +142,8 @@ class RunSettings:
     save_every: int
     log_every: int
     eval_every: int
-    eval_windows: int  # held-out windows of 512 tokens in the check-ups on the way; the last figure uses every file
-    lesson_share: float  # share of the documented functions told a second time as a chat
+    eval_windows: int  # held-out windows of 512 tokens in intermediate evaluations; the final one uses every file
+    lesson_share: float  # share of the documented functions added again as chats
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +152,11 @@ class TrainSettings:
     model: ModelConfig
     optimiser: OptimiserSettings
     phases: tuple[Phase, ...]
-    teacher: TeacherSettings | None = None  # that the model learns from in place of the corpus
+    teacher: TeacherSettings | None = None  # the source of the training text instead of the corpus
 
 
 def read_settings(path: Path) -> TrainSettings:
-    """Raises `ConfigError` for a file that cannot be read, `FlagError` for keys that are unknown or missing."""
+    """Reads the settings. Raises `ConfigError` if the file cannot be read, `FlagError` for unknown or missing keys."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
@@ -181,12 +182,12 @@ def _teacher(given: dict[str, Any]) -> TeacherSettings:
 
 
 def override(settings: TrainSettings, **given: Any) -> TrainSettings:
-    """The settings with those run fields replaced whose given value is not None."""
+    """Returns the settings with the run fields replaced whose given value is not None."""
     return replace(settings, run=replace(settings.run, **{k: v for k, v in given.items() if v is not None}))
 
 
 def read_table(kind: type[Table], name: str, given: dict[str, Any]) -> Table:
-    """Raises FlagError for keys that are unknown or missing."""
+    """Returns the dataclass of a TOML table. Raises FlagError for unknown or missing keys."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(given.keys() - known.keys())
     if unknown:
@@ -198,12 +199,12 @@ def read_table(kind: type[Table], name: str, given: dict[str, Any]) -> Table:
     return kind(**given)
 
 
-# Writes a trained model as a Hugging Face folder in bf16, tokenizer, chat template and sampling defaults
-# included.
+# Export as a Hugging Face folder in bf16, with tokenizer, chat template and sampling defaults.
 
 
 def export(folder: Path, model: Stage, tokenizer: Tokenizer) -> None:
-    """Writes a whole (tp = 1) model into `folder`. Raises UnsupportedModel where config.json could not say it."""
+    """Writes a whole (tp = 1) model to `folder`. Raises UnsupportedModel if config.json cannot express its
+    configuration."""
     config = model_config_json(model.config, tokenizer)
     if parse_config(config) != model.config:
         raise UnsupportedModel(f"a {model.config.family} checkpoint cannot say all of {model.config}")
@@ -216,7 +217,7 @@ def export(folder: Path, model: Stage, tokenizer: Tokenizer) -> None:
 
 
 def rounded(leaves: Leaves) -> Leaves:
-    """The leaves as a reader of the exported folder gets them: through bf16 and back."""
+    """Returns the leaves as read back from the exported folder: rounded to bf16."""
     return [leaf.astype(jnp.bfloat16).astype(leaf.dtype) for leaf in leaves]
 
 
@@ -256,7 +257,7 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-# Completions by the plainest loop there is: a full forward for every token. To look at, not to serve.
+# Sample completions by a full forward pass per token, for inspection only.
 
 PROMPTS = (
     "def fibonacci(n):",
@@ -269,7 +270,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes on from prompts of up to `room` tokens, completion included; compiled once."""
+    """Generates completions of up to `room` tokens with the prompt; compiled once."""
 
     network: Network
     leaves: Leaves
@@ -278,7 +279,7 @@ class Writer:
     next_token: Callable[[Leaves, Array, int, float, Array], Array]
 
     def complete(self, prompt: str, new_tokens: int, temperature: float, seed: int) -> str:
-        """What the model writes behind `prompt`, up to its end; temperature 0 takes the likeliest token each time."""
+        """Returns the completion of `prompt` up to an end token; temperature 0 is greedy."""
         ids = self.tokenizer.encode(prompt).ids
         ends = {self.tokenizer.token_to_id(END_OF_TEXT), self.tokenizer.token_to_id(CHAT_END)}
         buffer = jnp.zeros((1, self.room), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids))
@@ -303,7 +304,7 @@ def new_writer(network: Network, leaves: Leaves, tokenizer: Tokenizer, room: int
 
 
 def sample_page(writer: Writer) -> str:
-    """Every prompt completed greedily and at temperature 0.6, as text to read."""
+    """Returns every prompt completed greedily and at temperature 0.6, as readable text."""
     parts = []
     for prompt in PROMPTS:
         for temperature in (0.0, 0.6):
@@ -312,17 +313,16 @@ def sample_page(writer: Writer) -> str:
     return "\n".join(parts)
 
 
-# What a run says while it works: a bar on a terminal, plain lines elsewhere, and a JSON line a report for the
-# plot.
+# Progress output: a bar on a terminal, plain lines elsewhere, and one JSON line per report for the plot.
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The state after `step` steps. `held_out` is bits per byte where it was measured."""
+    """The progress after `step` steps. `held_out` is bits per byte, if measured."""
 
     step: int
     tokens: int
-    loss: float  # nats a token, mean over the steps since the last report
+    loss: float  # nats per token, mean over the steps since the last report
     gradient_norm: float
     tokens_per_s: float
     held_out: float | None = None
@@ -333,7 +333,7 @@ class Report:
 
 
 class ProgressLog:
-    """Keeps `log.jsonl`; lines behind `resumed_at` belong to work that was lost and is done again."""
+    """The file `log.jsonl` and the progress bar; lines after `resumed_at` belong to lost work and are dropped."""
 
     def __init__(self, path: Path, total_steps: int, resumed_at: int) -> None:
         self.reports = [report for report in read_reports(path) if report.step <= resumed_at]
@@ -363,11 +363,11 @@ class ProgressLog:
 
 
 def read_reports(path: Path) -> list[Report]:
-    """Every report of a run so far, none if it has not begun."""
+    """Returns every report of a run so far; none if it has not started."""
     return [Report(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-# Orbax checkpoints of a run: weights and optimiser state as flat lists, the newest two kept.
+# Orbax checkpoints of a run: weights and optimiser state as flat lists; the newest two are kept.
 
 KEPT = 2
 
@@ -378,7 +378,7 @@ class Checkpoints:
         self._store = ocp.CheckpointManager(folder.resolve(), options=options)
 
     def save(self, step: int, leaves: Leaves, state: optax.OptState) -> None:
-        """Writes what the run needs to go on after `step` steps."""
+        """Writes the state after `step` steps, from which the run can resume."""
         tree = {"leaves": leaves, "optimiser": jax.tree.leaves(state)}
         self._store.save(step, args=ocp.args.StandardSave(tree), force=True)
         self._store.wait_until_finished()
@@ -402,7 +402,7 @@ CHECK_LENGTH, CHECK_BATCH = 512, 4
 
 @dataclass
 class Run:
-    """A run taken apart: what it reads, what it computes with, and where it stands (`step` steps done)."""
+    """The state of a training run: its data, its compiled functions and its progress (`step` steps done)."""
 
     settings: TrainSettings
     tokenizer: Tokenizer
@@ -417,13 +417,13 @@ class Run:
 
 
 def open_run(settings: TrainSettings, corpus: Corpus, *, resume: bool) -> Run:
-    """Prepares a run, at its newest checkpoint if `resume` and there is one, else at step 0."""
+    """Opens a run: at its newest checkpoint if `resume` and there is one, else at step 0."""
     folder = Path(settings.run.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(folder / "checkpoints")
-    at = checkpoints.latest_step()
-    if at is not None and not resume:
-        raise ConfigError(f"{folder} already holds a run of {at} steps; resume it or name another out_dir")
+    checkpoint_step = checkpoints.latest_step()
+    if checkpoint_step is not None and not resume:
+        raise ConfigError(f"{folder} already holds a run of {checkpoint_step} steps; resume it or name another out_dir")
     tokenizer = run_tokenizer(settings, corpus, folder / "tokenizer.json")
     stream = token_stream(corpus.training, tokenizer, settings.run.lesson_share, settings.run.seed)
     teacher = open_teacher(settings.teacher, settings.model) if settings.teacher else None
@@ -431,16 +431,18 @@ def open_run(settings: TrainSettings, corpus: Corpus, *, resume: bool) -> Run:
     network = pupil_of(teacher, settings.model, seed) if teacher else new_network(settings.model, seed)
     optimiser = make_optimiser(settings.optimiser, total_steps(settings.phases))
     leaves, state = network.leaves, optimiser.init(network.leaves)
-    if at is not None:
-        leaves, state = checkpoints.restore(at, leaves, state)
+    if checkpoint_step is not None:
+        leaves, state = checkpoints.restore(checkpoint_step, leaves, state)
     meter, train_step = make_meter(network), make_step(network, optimiser)
     if teacher is not None:
         train_step, stream = make_lesson(network, teacher, optimiser), answers_of(teacher, stream, seed)
-    return Run(settings, tokenizer, stream, network, train_step, meter, checkpoints, at or 0, leaves, state)
+    return Run(
+        settings, tokenizer, stream, network, train_step, meter, checkpoints, checkpoint_step or 0, leaves, state
+    )
 
 
 def run_tokenizer(settings: TrainSettings, corpus: Corpus, path: Path) -> Tokenizer:
-    """The run's tokenizer: the teacher's, or made at its first start, then read back."""
+    """Returns the tokenizer: the teacher's, or one trained at the first start and then read back."""
     if settings.teacher is not None:
         return Tokenizer.from_file(str(Path(settings.teacher.folder) / "tokenizer.json"))
     if path.exists():
@@ -451,7 +453,7 @@ def run_tokenizer(settings: TrainSettings, corpus: Corpus, path: Path) -> Tokeni
 
 
 def train(run: Run, corpus: Corpus, stop_at: int | None = None) -> list[Report]:
-    """Trains to the last step (or to `stop_at`), saving and reporting on the way; returns all reports of the run."""
+    """Trains to the last step or to `stop_at`, with checkpoints and reports; returns all reports of the run."""
     every, last = run.settings.run, total_steps(run.settings.phases)
     last = last if stop_at is None else min(last, stop_at)
     windows = cut_windows(corpus.held_out, run.tokenizer, min(CHECK_LENGTH, run.settings.model.max_position))
@@ -490,14 +492,14 @@ def _train_until(run: Run, done: int, log: ProgressLog, check: Windows) -> Repor
 
 
 def one_step(run: Run) -> tuple[float, float]:
-    """Trains one step in place; the loss in nats a token and the gradient's norm."""
+    """Trains one step in place; returns the loss in nats per token and the gradient norm."""
     tokens = batch_at(run.stream, run.settings.phases, run.settings.run.seed, run.step)
     run.leaves, run.state, loss, norm = run.train_step(run.leaves, run.state, jax.numpy.asarray(tokens))
     run.step += 1
     return float(loss), float(norm)
 
 
-# What a run leaves behind: the exported folder, its held-out figure, the loss plot and a page of samples.
+# Results of a run: the exported folder, its held-out measure, the loss plot and sample completions.
 
 SAMPLE_TOKENS = 160
 
@@ -506,7 +508,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`training.json`, beside the exported weights: how they came to be and how good they are."""
+    """`training.json` beside the exported weights: the data, the settings and the quality of the run."""
 
     date: str
     steps: int
@@ -518,12 +520,12 @@ class Summary:
     training_files: int
     training_bytes: int
     training_tokens: int  # length of one epoch, chat lessons included
-    last_training_loss: float  # nats a token
+    last_training_loss: float  # nats per token
     python_version: str
 
 
 def finish(run: Run, corpus: Corpus, reports: list[Report]) -> Summary:
-    """Exports the run as it stands and writes plot and samples into its folder."""
+    """Exports the current state of the run, and writes plot and samples."""
     leaves = rounded(run.leaves)
     windows = cut_windows(corpus.held_out, run.tokenizer, run.settings.model.max_position)
     summary = Summary(
@@ -550,7 +552,7 @@ def finish(run: Run, corpus: Corpus, reports: list[Report]) -> Summary:
 
 
 def _plot(reports: list[Report], path: Path) -> None:
-    """A line in its place where what draws it is not installed: the run is worth more than its picture."""
+    """Draws the loss plot; logs a warning if matplotlib is not installed, because the export must not fail."""
     try:
         plot = importlib.import_module("jdisagg.training.plot")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The training step: one pure jitted function over a flat list of leaves, weights and optimiser state donated."""
+"""The training step: a pure jitted function over a flat list of leaves, with weights and optimiser state donated."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.latent_attention import LatentQueries
 from jdisagg.model.network import Stage, attending
 
-# Causal attention for training on long sequences: blocks of queries, one kv head at a time, its own backward
+# Causal attention for training on long sequences: blocks of queries, one KV head at a time, with a custom backward
 # pass.
 #
-# FlashAttention's algebra (Dao 2022, section 3: the backward pass recomputes the weights from the log-sum-exp)
-# laid out for a CPU: each product is one plain 2-D matrix product that fits the cache, and blocks above the
-# diagonal are never computed. On one core it runs forward + backward in 0.37, 0.37 and 0.10 of `dense_attend`'s
-# time at 256, 512 and 2048.
+# FlashAttention's algorithm (Dao 2022, section 3: the backward pass recomputes the weights from the log-sum-exp) for a
+# CPU: each product is a 2-D matrix product that fits the cache, and blocks above the diagonal are never computed. On
+# one core forward + backward takes 0.37, 0.37 and 0.10 of `dense_attend`'s time at 256, 512 and 2048 tokens.
 
 Residuals = tuple[Array, Array, Array, Array, Array]
-BLOCK = 128  # query tokens a block; forward + backward takes 0.84 of the time that 256 takes at 2048 tokens
+BLOCK = 128  # query tokens per block; forward + backward takes 0.84 of the time that 256 takes at 2048 tokens
 
 
 def blocked_attend(
     layer: int, q: Array | LatentQueries, k: Array, v: Array | None, sinks: Array | None = None
 ) -> Array:
-    """q [B, T, Hq, D], k and v [B, T, Hkv, D] -> [B, T, Hq, D]; the network's `Attend` of plain causal attention."""
+    """Computes plain causal attention: q [B, T, Hq, D], k and v [B, T, Hkv, D] -> [B, T, Hq, D]; an `Attend` of the
+    network."""
     assert not isinstance(q, LatentQueries) and v is not None and sinks is None, layer  # no such model is trained
     size, length, heads, depth = q.shape
     kv_heads = k.shape[2]
@@ -47,7 +47,8 @@ def blocked_attend(
 
 @jax.custom_vjp
 def _attend(q: Array, k: Array, v: Array) -> Array:
-    """q f32[N, G, T, D] (G query heads share a kv head), k and v f32[N, T, D] -> f32[N, G, T, D]."""
+    """Computes attention of q f32[N, G, T, D] (G query heads per KV head) over k and v f32[N, T, D] -> f32[N, G, T,
+    D]."""
     return _attend_forward(q, k, v)[0]
 
 
@@ -83,7 +84,8 @@ def _spans(q: Array) -> list[slice]:
 
 
 def _scores(q: Array, k: Array, start: int) -> Array:
-    """q [G, R, D] at positions start.. and k [S, D] at positions 0.. -> [G, R, S], later keys at -1e30."""
+    """Returns scores [G, R, S] of q [G, R, D] at positions `start`.. and k [S, D] at positions 0..; later keys get
+    -1e30."""
     groups, rows, depth = q.shape
     scores = (q.reshape(groups * rows, depth) @ k.T).reshape(groups, rows, k.shape[0]) * depth**-0.5
     seen = start + jnp.arange(rows)[:, None] >= jnp.arange(k.shape[0])[None, :]
@@ -91,7 +93,7 @@ def _scores(q: Array, k: Array, start: int) -> Array:
 
 
 def _block_forward(q: Array, k: Array, v: Array, start: int) -> tuple[Array, Array]:
-    """The block's output [G, R, D] and the log-sum-exp of its scores [G, R, 1]."""
+    """Returns the block's output [G, R, D] and the log-sum-exp of its scores [G, R, 1]."""
     scores = _scores(q, k, start)
     highest = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - highest)
@@ -119,10 +121,8 @@ TrainStep = Callable[[Leaves, optax.OptState, Array], tuple[Leaves, optax.OptSta
 
 @dataclass(frozen=True, slots=True)
 class OptimiserSettings:
-    """AdamW (Loshchilov and Hutter 2019); the rate warms up, stays, then falls linearly to zero (Hu 2024, "WSD").
-
-    While the rate stays, the end of a run may still be moved: only its last `decay_steps` depend on it.
-    """
+    """AdamW (Loshchilov and Hutter 2019); the rate warms up, stays, then falls linearly to zero (Hu 2024, "WSD"). While
+    the rate is constant, the end of a run may still be moved: only its last `decay_steps` depend on it."""
 
     learning_rate: float
     warmup_steps: int
@@ -135,14 +135,14 @@ class OptimiserSettings:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A model taken apart once: `merge` puts leaves back into it inside a traced function."""
+    """A model split into leaves and structure: `merge` rebuilds it from leaves inside a traced function."""
 
     leaves: Leaves
     merge: Callable[[Leaves], Stage]
 
 
 def new_network(config: ModelConfig, seed: int) -> Network:
-    """The whole model in f32 with seeded random weights."""
+    """Returns the whole model in f32 with seeded random weights."""
     return split(Stage(config, range(config.num_layers), rngs=nnx.Rngs(seed)))
 
 
@@ -153,13 +153,13 @@ def split(model: Stage) -> Network:
 
 
 def logits_of(model: Stage, tokens: Array) -> Array:
-    """f32[B, T, V] of i32[B, T]."""
+    """Returns logits f32[B, T, V] of tokens i32[B, T]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return model.logits(model.run_layers(model.embed_tokens(tokens), positions, attending(blocked_attend)))
 
 
 def token_losses(model: Stage, tokens: Array) -> Array:
-    """f32[B, T]: nats of each next token, of i32[B, T + 1]."""
+    """Returns the loss f32[B, T] in nats of each next token in i32[B, T + 1]."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     logits = logits_of(model, inputs)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -187,13 +187,14 @@ def make_optimiser(settings: OptimiserSettings, total_steps: int) -> optax.Gradi
             b1=settings.beta1,
             b2=settings.beta2,
             weight_decay=settings.weight_decay,
-            mask=lambda leaves: jax.tree.map(lambda leaf: leaf.ndim > 1, leaves),  # norms are not pulled to zero
+            mask=lambda leaves: jax.tree.map(lambda leaf: leaf.ndim > 1, leaves),  # norms have no weight decay
         ),
     )
 
 
 def make_step(network: Network, optimiser: optax.GradientTransformation) -> TrainStep:
-    """(leaves, state, i32[B, T + 1]) -> (leaves, state, mean loss in nats, gradient norm); donates the first two."""
+    """Returns a jitted (leaves, state, i32[B, T + 1]) -> (leaves, state, mean loss in nats, gradient norm) that donates
+    leaves and state."""
 
     def loss_of(leaves: Leaves, tokens: Array) -> Array:
         return token_losses(network.merge(leaves), tokens).mean()

@@ -1,7 +1,7 @@
-"""The families that are served: a row each, by the architecture that a `config.json` names.
+"""The supported model families, one entry per architecture name in `config.json`.
 
-A family is one small file that says what `transformers` assumes where the file is silent, and which numbers of
-`ModelConfig` differ from a Llama's. What the network has no number for yet is added there first.
+Each family's file holds the defaults that `transformers` assumes and the `ModelConfig` fields that differ from a
+Llama's. A feature that the network lacks is added to the network first.
 """
 
 from jdisagg.model.families import deepseek, gemma, gpt_oss, llama, mistral, mixtral, olmo2, phi3, qwen, qwen3_moe
@@ -24,5 +24,6 @@ TABLE: tuple[Family, ...] = (
 )
 BY_ARCHITECTURE = {family.architecture: family for family in TABLE}
 FAMILIES = {family.architecture: family.name for family in TABLE}
-FUSED = frozenset(family.name for family in TABLE if family.fused)  # whose q, k, v and gate, up are one tensor each
+# Families that store q, k, v as one tensor and gate, up as another.
+FUSED = frozenset(family.name for family in TABLE if family.fused)
 EXPERT_NAMES: dict[str, ExpertNames] = {family.name: family.experts for family in TABLE if family.experts}

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: multi-head latent attention, rotated in neighbouring pairs, yarn that scales logits as well."""
+"""DeepSeek V2 and V3: multi-head latent attention, rotation of adjacent pairs, and YaRN that also scales logits."""
 
 from dataclasses import replace
 
@@ -57,8 +57,8 @@ def _latent(read: Fields) -> Latent:
 
 
 def _stretch(latent: Latent, scaling: RopeScaling | None) -> float:
-    """What logits are multiplied by where the context is stretched: the square of `mscale_all_dim`'s, as the models'
-    own code has it. (transformers leaves it out for V2.)"""
+    """Returns the factor on attention logits with an extended context: the square of `mscale_all_dim`'s mscale. This
+    follows the models' own code; transformers leaves it out for V2."""
     return mscale(scaling.factor, latent.mscale_all_dim) ** 2 if scaling else 1.0
 
 
@@ -73,7 +73,7 @@ def _written(config: ModelConfig) -> Json:
 
 
 def _experts(read: Fields) -> Experts | None:
-    """What both versions say alike of their experts; None where all layers are dense."""
+    """Returns the expert configuration that V2 and V3 share; None if all layers are dense."""
     layers = read.needed("num_hidden_layers", MOST_LAYERS)
     dense = min(read.whole("first_k_dense_replace", 0, MOST_LAYERS) or 0, layers)
     if dense == layers or read.raw.get("n_routed_experts") is None:
@@ -101,7 +101,7 @@ def _experts(read: Fields) -> Experts | None:
 
 
 def _routed2(read: Fields) -> Numbers:
-    """V2 chooses by probabilities; a group scores as its best expert."""
+    """Returns the experts of V2: softmax routing, with a group scored by its best expert."""
     experts = _experts(read)
     if experts is None:
         return {}
@@ -114,7 +114,8 @@ def _routed2(read: Fields) -> Numbers:
 
 
 def _routed3(read: Fields) -> Numbers:
-    """V3 by sigmoids and a correction; a group scores as its two best (DeepSeek-V3, 2024, section 2.1.2)."""
+    """Returns the experts of V3: sigmoid routing with a correction, a group scored by its two best (DeepSeek-V3, 2024,
+    section 2.1.2)."""
     experts = _experts(read)
     for key, supported in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if read.word(key) not in (None, supported):

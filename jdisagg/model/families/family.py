@@ -1,4 +1,4 @@
-"""What a family says of itself, and readings that several families share."""
+"""The description of a model family, and config readers that several families share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jdisagg.model.files import Fields, Json, shown
 from jdisagg.model.rope_config import MOST_EXPERTS, MOST_POSITIONS
 
 Numbers = Mapping[str, Any]  # fields of `ModelConfig`
-# null means none, not a default
+# keys for which null means "none", not the default
 MEAN_NOTHING = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 
 
@@ -21,7 +21,7 @@ def like_a_llama(read: Fields) -> Numbers:
 
 
 def windows_json(config: ModelConfig) -> Json:
-    """Windows as every family reads them: their size, and where they are."""
+    """Returns the sliding-window fields of `config.json`: the size, and the type of each layer."""
     window = next(filter(None, config.layer_windows), None)
     kinds = ["full_attention" if each is None else "sliding_attention" for each in config.layer_windows]
     return {"sliding_window": window} | ({"layer_types": kinds} if window is not None else {})
@@ -29,30 +29,30 @@ def windows_json(config: ModelConfig) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """How checkpoints of a family call a layer's experts."""
+    """The names that checkpoints of a family give to a layer's experts."""
 
-    block: str = "mlp"  # of the layer
+    block: str = "mlp"  # name of the layer's MLP block
     router: str = "gate"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    fused: bool = False  # one tensor of all experts for each matrix, as gpt-oss has it
+    fused: bool = False  # all experts in one tensor per matrix, as in gpt-oss
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture of `transformers`."""
+    """One architecture of `transformers`: its defaults, its differences from Llama and its tensor names."""
 
     name: str
     architecture: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # what transformers assumes where config.json is silent
-    numbers: Callable[[Fields], Numbers] = like_a_llama  # what differs from a Llama without biases
-    written: Callable[[ModelConfig], Json] = windows_json  # the fields of config.json that say those numbers
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' values for keys that config.json omits
+    numbers: Callable[[Fields], Numbers] = like_a_llama  # `ModelConfig` fields that differ from a Llama without biases
+    written: Callable[[ModelConfig], Json] = windows_json  # the config.json fields for those numbers
     fused: bool = False  # q, k, v are one tensor of the checkpoint, gate and up another
     experts: ExpertNames | None = None
 
     def silent(self, read: Fields) -> Fields:
-        """The file with this family's defaults where it says nothing."""
-        said = {key: value for key, value in read.raw.items() if value is not None or key in MEAN_NOTHING}
-        return Fields({**self.defaults, **said}, read.place)
+        """Returns the fields of the file with this family's defaults for absent ones."""
+        given = {key: value for key, value in read.raw.items() if value is not None or key in MEAN_NOTHING}
+        return Fields({**self.defaults, **given}, read.place)
 
 
 def biases_of_attention(read: Fields) -> Numbers:
@@ -61,12 +61,11 @@ def biases_of_attention(read: Fields) -> Numbers:
 
 
 def window_size(read: Fields) -> int | None:
-    """`sliding_window` in tokens; None where there is none."""
     return read.whole("sliding_window", 1, MOST_POSITIONS)
 
 
 def layer_windows(read: Fields, window: int | None, implied: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Window of each layer, or () where all are full: by `layer_types`, else where `implied` says of a layer."""
+    """Returns the window of each layer, or () if all attend fully: from `layer_types`, else from `implied(layer)`."""
     if window is None:
         return ()
     layers = read.raw["num_hidden_layers"]
@@ -86,24 +85,22 @@ def windows_where(window: int, slides: Sequence[bool]) -> tuple[int | None, ...]
     return tuple(window if each else None for each in slides) if any(slides) else ()
 
 
-# What families with experts say alike.
+# Fields that families with experts share.
 
 NUMBER_KEYS = ("num_local_experts", "num_experts")  # transformers 5 writes the first for all families
 
 
 def number_of_experts(read: Fields) -> int:
-    """How many experts a layer has."""
     key = next((key for key in NUMBER_KEYS if read.raw.get(key) is not None), NUMBER_KEYS[0])
     return read.needed(key, MOST_EXPERTS)
 
 
 def experts_per_token(read: Fields, number: int) -> int:
-    """How many of `number` experts a token is sent to."""
     return read.needed("num_experts_per_tok", number)
 
 
 def experts_json(config: ModelConfig) -> Json:
-    """Windows, and how many experts there are, as the families of here read them."""
+    """Returns the `config.json` fields of windows and expert counts."""
     assert config.experts is not None, config
     counts = {"num_local_experts": config.experts.number, "num_experts_per_tok": config.experts.per_token}
     return {**windows_json(config), **counts}

@@ -1,6 +1,6 @@
-"""Gemma 2 and the text half of Gemma 3: norms around attention and MLP, scaled embeddings, windows on most layers.
+"""Gemma 2 and the text model of Gemma 3: norms before and after each block, scaled embeddings, windows on most layers.
 
-Gemma 2 caps its logits; Gemma 3 norms q and k instead, and turns layers with a window by frequencies of their own.
+Gemma 2 soft-caps its logits. Gemma 3 normalises q and k instead, and uses a separate RoPE base for window layers.
 """
 
 from jdisagg.core.errors import UnsupportedModel
@@ -30,7 +30,7 @@ GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
 def _both(read: Fields, pattern: int) -> Numbers:
-    """What the two share; every `pattern`-th layer sees everything."""
+    """Returns the fields that Gemma 2 and 3 share; every `pattern`-th layer has full attention."""
     if read.flag("use_bidirectional_attention"):
         raise UnsupportedModel(f"{read.place}: use_bidirectional_attention = true is not supported; supported: false")
     scalar = read.number("query_pre_attn_scalar", 0.0, MOST_THETA, open_low=True)
@@ -59,19 +59,21 @@ def _gemma3(read: Fields) -> Numbers:
 
 
 def _ropes(read: Fields) -> Numbers:
-    """Base and scaling of layers that see everything, and the base of the others.
-
-    transformers 5 writes a part for each kind of layer, files before it `rope_scaling` and `rope_local_base_freq`.
-    """
-    new = read.part("rope_parameters") or Fields({}, read.place)
-    if new.raw and not {"full_attention", "sliding_attention"} & new.raw.keys():
-        raise UnsupportedModel(f"{read.place}: rope_parameters of {shown(sorted(new.raw))}; needed: one for each kind")
-    whole = new.part("full_attention") or read.part("rope_scaling") or Fields({}, read.place)
-    near = new.part("sliding_attention") or Fields({}, read.place)
-    if near.word("rope_type") not in (None, "default"):
-        raise UnsupportedModel(f"{near.place} rope type {shown(near.word('rope_type'))} is not supported: default")
-    theta, scaling = rope_of(read, whole, GLOBAL_THETA)
-    local = first_said((near, "rope_theta"), (read, "rope_local_base_freq")) or LOCAL_THETA
+    """Returns base and scaling of full-attention layers, and the base of window layers. transformers 5 writes
+    `rope_parameters` with an entry per layer type; older files have `rope_scaling` and `rope_local_base_freq`."""
+    by_type = read.part("rope_parameters") or Fields({}, read.place)
+    if by_type.raw and not {"full_attention", "sliding_attention"} & by_type.raw.keys():
+        raise UnsupportedModel(
+            f"{read.place}: rope_parameters of {shown(sorted(by_type.raw))}; needed: one for each kind"
+        )
+    full = by_type.part("full_attention") or read.part("rope_scaling") or Fields({}, read.place)
+    sliding = by_type.part("sliding_attention") or Fields({}, read.place)
+    if sliding.word("rope_type") not in (None, "default"):
+        raise UnsupportedModel(
+            f"{sliding.place} rope type {shown(sliding.word('rope_type'))} is not supported: default"
+        )
+    theta, scaling = rope_of(read, full, GLOBAL_THETA)
+    local = first_said((sliding, "rope_theta"), (read, "rope_local_base_freq")) or LOCAL_THETA
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
 
 

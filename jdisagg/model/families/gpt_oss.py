@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025): sinks, a window on every other layer, biases, experts with a gate of their own."""
+"""gpt-oss (OpenAI 2025): attention sinks, a window on every other layer, biases, and experts with a clamped gate."""
 
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import Experts
@@ -16,7 +16,7 @@ from jdisagg.model.families.family import (
 from jdisagg.model.files import Fields
 from jdisagg.model.rope_config import MOST_CHANNELS
 
-LIMIT = 7.0  # at which experts clamp
+LIMIT = 7.0  # clamping bound of the experts' gate
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3."""
+"""Llama 2 and 3: the reference family."""
 
 from jdisagg.model.families.family import Family, Numbers, biases_of_attention
 from jdisagg.model.files import Fields

@@ -1,4 +1,4 @@
-"""Mistral: a Llama that may see a window only, in every layer."""
+"""Mistral: a Llama with an optional sliding window in every layer."""
 
 from jdisagg.model.families.family import Family, Numbers, layer_windows, window_size
 from jdisagg.model.files import Fields

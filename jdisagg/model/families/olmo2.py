@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and MLP instead of before, and over all of q and k at once (report, section 3)."""
+"""OLMo 2: norms after attention and MLP instead of before, and over the whole q and k (report, section 3)."""
 
 from jdisagg.model.families.family import Family, Numbers, biases_of_attention
 from jdisagg.model.files import Fields

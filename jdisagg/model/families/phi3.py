@@ -1,7 +1,7 @@
-"""Phi-3 and Phi-4-mini: a Llama with fused tensors, part of each head rotated, and longrope.
+"""Phi-3 and Phi-4-mini: a Llama with fused tensors, partial rotation and longrope.
 
-longrope changes its frequencies where a sequence passes the original length, also for tokens that are there already:
-what would have to be computed anew is refused. Such a model is served up to its original length, where it is exact.
+longrope changes its frequencies once a sequence exceeds the original length, which would require recomputing cached
+keys. Such a model is therefore served up to its original length, where results are exact.
 """
 
 from jdisagg.core.model_config import ModelConfig, RopeScaling
@@ -27,7 +27,7 @@ def _numbers(read: Fields) -> Numbers:
 
 
 def _rope(read: Fields, rope: Fields) -> tuple[float, RopeScaling | None]:
-    """Files of the first months call longrope "su" or "yarn"."""
+    """Returns base and scaling. Early files call longrope "su" or "yarn"."""
     kind = rope.word("rope_type") or rope.word("type")
     if kind in ("su", "yarn", "longrope"):
         return longrope(read, rope)
@@ -35,7 +35,7 @@ def _rope(read: Fields, rope: Fields) -> tuple[float, RopeScaling | None]:
 
 
 def _rotated(read: Fields, rope: Fields) -> int:
-    """Numbers of a head that are rotated."""
+    """Returns how many elements of a head are rotated."""
     heads = read.needed("num_attention_heads", MOST_HEADS)
     size = read.whole("head_dim", 2, MOST_HEAD_DIM) or read.needed("hidden_size", 1 << 20) // heads
     share = rope.number("partial_rotary_factor", 0, 1, open_low=True)

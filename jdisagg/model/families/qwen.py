@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3: biases on q, k and v, or norms on q and k; windows from one layer up."""
+"""Qwen 2, 2.5 and 3: biases on q, k and v, or norms on q and k; windows from a given layer up."""
 
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.families.family import (
@@ -21,7 +21,7 @@ DEFAULTS = {
 
 
 def windows(read: Fields) -> Numbers:
-    """Qwen slides from `max_window_layers` up, where it slides at all."""
+    """Returns the windows of layers from `max_window_layers` up; none unless `use_sliding_window` is true."""
     window = window_size(read) if read.flag("use_sliding_window") else None
     full = read.whole("max_window_layers", 0, MOST_POSITIONS) or 0
     return {"layer_windows": layer_windows(read, window, lambda layer: layer >= full)}

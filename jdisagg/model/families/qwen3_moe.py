@@ -1,4 +1,4 @@
-"""Qwen 3 with experts, in all layers or some."""
+"""Qwen 3 with experts in all layers or in some."""
 
 from jdisagg.core.model_config import Experts, ModelConfig
 from jdisagg.model.families.family import (
@@ -23,8 +23,8 @@ def _numbers(read: Fields) -> Numbers:
 
 
 def _experts(read: Fields) -> Experts:
-    said = any(read.raw.get(key) is not None for key in NUMBER_KEYS)
-    number = number_of_experts(read) if said else DEFAULT_EXPERTS
+    is_given = any(read.raw.get(key) is not None for key in NUMBER_KEYS)
+    number = number_of_experts(read) if is_given else DEFAULT_EXPERTS
     return Experts(
         number,
         experts_per_token(read, number),
@@ -35,7 +35,7 @@ def _experts(read: Fields) -> Experts:
 
 
 def _dense_layers(read: Fields) -> tuple[int, ...]:
-    """Those of `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
+    """Returns the layers of `mlp_only_layers` and those that `decoder_sparse_step` skips."""
     layers, step = read.needed("num_hidden_layers", MOST_LAYERS), read.needed("decoder_sparse_step", MOST_LAYERS)
     named = read.ids("mlp_only_layers", MOST_LAYERS, MOST_LAYERS) or ()
     return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)

@@ -1,6 +1,6 @@
-"""A GGUF file's metadata become our numbers: they are spelt as a `config.json`, and read and checked as one.
+"""Converts a GGUF file's metadata to `ModelConfig` by way of the fields of a `config.json`.
 
-What llama.cpp computes and this project does not is refused by name, never approximated.
+A feature that llama.cpp computes and this project does not is refused by name, never approximated.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from jdisagg.model.hf_config import OPEN, SAMPLING_RANGES, GenerationDefaults, p
 from jdisagg.model.rope import inverse_frequencies
 from jdisagg.model.rope_config import MOST_EXPERTS, MOST_LAYERS
 
-# What a GGUF file says of a family beyond a Llama's keys, and what it stores otherwise than the checkpoint it is
-# of.
+# Metadata of single families beyond the keys of a Llama.
 #
-# Each entry spells the file's keys as `config.json` fields; what llama.cpp takes from the model's size is worked
-# out as it does.
+# Each function converts the file's keys to `config.json` fields. Values that llama.cpp derives from the model's size
+# are derived in the same way.
 
 Raw = dict[str, Any]  # a `config.json`
-NORMS_PLUS_ONE = ("gemma2", "gemma3")  # whose norms' weights have the 1 that the network adds
+NORMS_PLUS_ONE = ("gemma2", "gemma3")  # architectures whose stored norm weights include the 1 that the network adds
 SHORT_FACTORS = "rope_factors_short.weight"
 
 
@@ -48,7 +47,7 @@ def _gemma3(file: GGUFFile, raw: Raw) -> Raw:
 
 
 def _pattern(file: GGUFFile, raw: Raw) -> Raw:
-    """Which layers slide, where the file says: all but every n-th, or those of a list; none without a window."""
+    """Returns which layers have a window: from a period or a list in the file; none without a window."""
     if raw["sliding_window"] is None and type(raw["num_hidden_layers"]) is int:
         return {"layer_types": ["full_attention"] * min(raw["num_hidden_layers"], MOST_LAYERS)}
     found = file.metadata.get(file.own("attention.sliding_window_pattern"))
@@ -58,7 +57,8 @@ def _pattern(file: GGUFFile, raw: Raw) -> Raw:
 
 
 def _query_scalar(file: GGUFFile, raw: Raw, layers_of_27b: int) -> float | None:
-    """What the file says, else as llama.cpp: a head's size, but for the 27B models, which it knows by their layers."""
+    """Returns the query scalar of the file, else llama.cpp's default. The default is the head size, except for the 27B
+    models, which llama.cpp recognises by their number of layers."""
     scale = file.fields.number(file.own("attention.scale"), 0.0, 1.0, open_low=True)
     if scale is not None:
         return round(scale**-2, 3)  # the scale is an f32
@@ -81,11 +81,11 @@ def _phi3(file: GGUFFile, raw: Raw) -> Raw:
     return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
 
 
-# ---------------------------------------------------------------------- experts
+# Families with experts.
 
 
 def family_of(file: GGUFFile) -> str:
-    """Ours, of a file's architecture: llama.cpp calls several by one name."""
+    """Returns the family of a file. llama.cpp uses one architecture name for several families."""
     arch, own = file.architecture, lambda key: file.metadata.get(file.own(key))
     if arch == "llama":
         return "mixtral" if own("expert_count") else "mistral" if own("attention.sliding_window") else arch
@@ -95,7 +95,7 @@ def family_of(file: GGUFFile) -> str:
 
 
 def _experts(file: GGUFFile, raw: Raw) -> Raw:
-    """Biases of experts and of routers are of their own kind, and no MLP's."""
+    """Returns the expert counts. Biases of experts and routers have their own fields, so `mlp_bias` is not set."""
     counts = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
     return {"mlp_bias": None, **{name: file.metadata.get(file.own(key)) for name, key in counts.items()}}
 
@@ -116,7 +116,8 @@ def _gpt_oss(file: GGUFFile, raw: Raw) -> Raw:
 
 
 def _deepseek(file: GGUFFile, raw: Raw) -> Raw:
-    """Keys of a head are as long as `key_length_mla` says, or in older files, which hold no latents, `key_length`."""
+    """Returns the DeepSeek fields. The key size is `key_length_mla`; older files, without latents, have
+    `key_length`."""
     rotated = file.fields.whole(file.own("rope.dimension_count"), 1, 1 << 16)
     key, value = (
         file.fields.whole(file.own(f"attention.{which}_length_mla"), 1, 1 << 16)
@@ -129,11 +130,11 @@ def _deepseek(file: GGUFFile, raw: Raw) -> Raw:
         )
     own = {name: file.metadata.get(file.own(name_there)) for name, name_there in DEEPSEEK.items()}
     heads = {"qk_rope_head_dim": rotated, "qk_nope_head_dim": key - rotated, "v_head_dim": value, "head_dim": rotated}
-    return {**own, **heads, **_groups(file), "num_key_value_heads": None, "rope_scaling": _stretched(file, raw)}
+    return {**own, **heads, **_groups(file), "num_key_value_heads": None, "rope_scaling": _yarn_scaling(file, raw)}
 
 
 def _groups(file: GGUFFile) -> Raw:
-    """Of experts; files that do not say are of before llama.cpp knew any: the models that have them are known by their
+    """Returns the expert groups. Files without them predate llama.cpp's support; their models are recognised by the
     number of experts."""
     number = file.fields.whole(file.own("expert_count"), 0, MOST_EXPERTS)
     groups, kept = (file.metadata.get(file.own(f"expert_group_{key}")) for key in ("count", "used_count"))
@@ -143,8 +144,8 @@ def _groups(file: GGUFFile) -> Raw:
     return {"n_group": groups, "topk_group": kept, **method}
 
 
-def _stretched(file: GGUFFile, raw: Raw) -> Raw | None:
-    """llama.cpp stores a tenth of `mscale_all_dim`; `mscale` is the same in all models there are."""
+def _yarn_scaling(file: GGUFFile, raw: Raw) -> Raw | None:
+    """Returns YaRN scaling. llama.cpp stores a tenth of `mscale_all_dim`; `mscale` equals it in all released models."""
     if raw["rope_scaling"] is None:
         return None
     tenth = file.fields.number(file.own("rope.scaling.yarn_log_multiplier"), 0.0, 100.0)
@@ -177,7 +178,7 @@ EXTRA: dict[str, Callable[[GGUFFile, Raw], Raw]] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
 }
-KNOWN_KEYS = {  # what other families are refused for, and these are not
+KNOWN_KEYS = {  # keys of `REFUSED` that these families support
     "gemma2": ("attention.scale", "attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": ("attention.scale",),
     "phi3": ("rope.scaling.attn_factor",),
@@ -187,7 +188,7 @@ KNOWN_KEYS = {  # what other families are refused for, and these are not
 
 
 def factors_of(file: GGUFFile, name: str) -> np.ndarray:
-    """f32[...] of a tensor of rotary factors. Raises `CheckpointError` where it is of another kind."""
+    """Returns a tensor of rotary factors, f32[...]. Raises `CheckpointError` if it has another type or rank."""
     tensor = file.tensors[name]
     if tensor.kind.name != "F32" or len(tensor.shape) != 1:
         found = f"{tensor.kind.name} of shape {tensor.shape}"
@@ -196,8 +197,8 @@ def factors_of(file: GGUFFile, name: str) -> np.ndarray:
 
 
 EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
-NO_WEIGHTS = {ROPE_FACTORS, SHORT_FACTORS, "rope_factors_long.weight"}  # tensors that no layer multiplies by
-SAME = {  # config.json's names of the architecture's own keys
+NO_WEIGHTS = {ROPE_FACTORS, SHORT_FACTORS, "rope_factors_long.weight"}  # tensors that are not weights
+SAME = {  # config.json field -> key of the architecture
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -207,14 +208,14 @@ SAME = {  # config.json's names of the architecture's own keys
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-READ = {  # families whose files are read, and the architectures that llama.cpp calls them by
+READ = {  # supported family -> llama.cpp's architecture name
     **{each: each for each in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")},
     **dict.fromkeys(("mistral", "mixtral"), "llama"),
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek2"),
 }
-REFUSED = (  # keys with which llama.cpp computes something else
+REFUSED = (  # keys that change the computation in ways not supported here
     "attention.scale",
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
@@ -234,11 +235,11 @@ ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 CONTROL = 3  # token type
 SPEEDS = ("fast", "slow")  # yarn's bounds
-ORIGINAL_POSITIONS = [1 << power for power in range(5, 20)]  # that a llama3 scaling may have begun from
+ORIGINAL_POSITIONS = [1 << power for power in range(5, 20)]  # candidates for llama3's original length
 
 
 def model_config(file: GGUFFile) -> ModelConfig:
-    """Numbers of the model. Raises `UnsupportedModel` and its kin, naming the file."""
+    """Returns the model's configuration. Raises `UnsupportedModel` or its subclasses, naming the file."""
     arch = file.architecture
     supported = sorted(set(READ.values()) & set(MODEL_ARCH_NAMES.values()))
     if arch not in supported:
@@ -269,13 +270,13 @@ def model_config(file: GGUFFile) -> ModelConfig:
         raw["num_key_value_heads"] = raw["num_attention_heads"]
     if family in EXTRA:
         raw |= EXTRA[family](file, raw)
-    said = {key: value for key, value in raw.items() if value is not None or key in NONE_MEANS_NONE}
-    config = parse_config(said, f"{file.path}, as config.json,")
+    given = {key: value for key, value in raw.items() if value is not None or key in NONE_MEANS_NONE}
+    config = parse_config(given, f"{file.path}, as config.json,")
     return _with_rope_factors(file, config)
 
 
 def _rows(file: GGUFFile) -> int:
-    """Rows of the embedding, which must be as many as the tokenizer has tokens."""
+    """Returns the rows of the embedding, which must equal the tokenizer's number of tokens."""
     if EMBEDDING not in file.tensors:
         raise CheckpointError(f"{file.path} has no tensor {EMBEDDING}; found {len(file.tensors)} others")
     rows = file.tensors[EMBEDDING].shape[0]
@@ -286,9 +287,9 @@ def _rows(file: GGUFFile) -> int:
 
 
 def _head_dim(file: GGUFFile, raw: dict[str, Any]) -> int | None:
-    """`key_length`, or what llama.cpp takes where it is not said; values must be as long."""
+    """Returns `key_length` or llama.cpp's default; values must have the same length as keys."""
     key, value = (file.fields.whole(file.own(f"attention.{which}_length"), 1, 1 << 16) for which in ("key", "value"))
-    if file.architecture == LATENTS:  # what lies in pages, and no head
+    if file.architecture == LATENTS:  # the page's row size, not a head's
         return None
     if key is not None and value not in (None, key):
         raise UnsupportedModel(f"{file.path}: keys of {key} numbers a head and values of {value} are not supported")
@@ -298,7 +299,7 @@ def _head_dim(file: GGUFFile, raw: dict[str, Any]) -> int | None:
 
 
 def _rotated(file: GGUFFile, head_dim: int | None) -> float | None:
-    """The share of a head that is rotated, where the file says."""
+    """Returns the share of a head that is rotated, if the file has it."""
     rotated = file.fields.whole(file.own("rope.dimension_count"), 1, 1 << 16)
     if not rotated or not head_dim:
         return None
@@ -307,7 +308,7 @@ def _rotated(file: GGUFFile, head_dim: int | None) -> float | None:
 
 
 def _rope_scaling(file: GGUFFile) -> dict[str, Any] | None:
-    """In the spelling of `config.json`, with what kinds it does not know yet under llama.cpp's names."""
+    """Returns the scaling as in `config.json`; unknown types keep llama.cpp's names."""
     kind = file.fields.word(file.own("rope.scaling.type"))
     factor = file.metadata.get(file.own("rope.scaling.factor"), file.metadata.get(file.own("rope.scale_linear")))
     if kind is None and factor not in (None, 1.0):
@@ -316,8 +317,8 @@ def _rope_scaling(file: GGUFFile) -> dict[str, Any] | None:
         return None
     original = file.metadata.get(file.own("rope.scaling.original_context_length"))
     betas = {f"beta_{speed}": file.metadata.get(file.own(f"rope.scaling.yarn_beta_{speed}")) for speed in SPEEDS}
-    said = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original, **betas}
-    return {key: value for key, value in said.items() if value is not None}
+    given = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original, **betas}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _has_bias(file: GGUFFile, kind: str) -> bool:
@@ -325,7 +326,8 @@ def _has_bias(file: GGUFFile, kind: str) -> bool:
 
 
 def _with_rope_factors(file: GGUFFile, config: ModelConfig) -> ModelConfig:
-    """Llama 3.1's scaling, which files hold as a divisor for each frequency. Others are refused."""
+    """Returns the config with Llama 3.1's scaling, which files store as a divisor per frequency. Other factors are
+    refused."""
     if ROPE_FACTORS not in file.tensors:
         return config
     tensor, factors = file.tensors[ROPE_FACTORS], factors_of(file, ROPE_FACTORS)
@@ -346,12 +348,12 @@ def _with_rope_factors(file: GGUFFile, config: ModelConfig) -> ModelConfig:
 
 
 def generation_defaults(file: GGUFFile) -> GenerationDefaults:
-    """End tokens, and sampling defaults where the file says any."""
+    """Returns the end tokens, and the sampling defaults if the file has any."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) else 0
-    said = [file.fields.ids(f"tokenizer.ggml.{key}", 1, count) for key in ENDS]
+    end_ids = [file.fields.ids(f"tokenizer.ggml.{key}", 1, count) for key in ENDS]
     bos = file.fields.ids("tokenizer.ggml.bos_token_id", 1, count)
-    listed = [i for ids in said if ids for i in ids] + _ends_by_name(file)
+    listed = [i for ids in end_ids if ids for i in ids] + _ends_by_name(file)
     ends = tuple(dict.fromkeys(listed))[:MAX_STOP_TOKENS]
     sampling = {
         ours: value for theirs, ours in SAMPLING_KEYS.items() if (value := _sampling(file, theirs, ours)) is not None
@@ -365,7 +367,8 @@ def _sampling(file: GGUFFile, theirs: str, ours: str) -> float | None:
 
 
 def _ends_by_name(file: GGUFFile) -> list[int]:
-    """Control tokens that end a turn by their names, as llama.cpp takes them: files often name one end of several."""
+    """Returns control tokens known by name to end a turn, as llama.cpp does, because files often list only one of
+    several."""
     tokens, kinds = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(kinds, list):
         return []

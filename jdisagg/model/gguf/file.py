@@ -1,7 +1,7 @@
-"""GGUF files as they are found: metadata, and where each tensor lies; split files as one model.
+"""Reads GGUF files: metadata, tensor positions, and dequantised blocks; split files form one model.
 
-The header is read here and not by the `gguf` package, whose reader takes four seconds for a vocabulary of 50,000 and
-believes every length that it is told. What a file says is a `CheckpointError` in one line unless it can be.
+The header is parsed here because the `gguf` package's reader takes four seconds for a vocabulary of 50,000 and trusts
+every length in the file. An inconsistent file is a `CheckpointError` in one line.
 """
 
 from __future__ import annotations
@@ -36,35 +36,34 @@ KIND_NAMES = ", ".join(kind.name for kind in GGMLQuantizationType)
 
 
 def is_gguf(place: str | Path) -> bool:
-    """Whether `place` is named as a GGUF file is."""
     return Path(place).suffix.lower() == ".gguf" and not Path(place).is_dir()
 
 
 def gguf_name(place: Path) -> str:
-    """The model's name by its file's, without which part of how many it is."""
+    """Returns the model's name from its file name, without the suffix of a split file."""
     split = SPLIT_NAME.fullmatch(place.name)
     return split[1] if split else place.stem
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where a tensor lies. `shape` is in numpy's order: rows first, and in blocks of its `kind` along the last."""
+    """The position of a tensor in a file. `shape` is in numpy's order, in blocks of `kind` along the last dimension."""
 
     path: Path
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
-    start: int  # byte of the file
+    start: int  # byte offset in the file
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """One model: the first file's metadata, the tensors of all files."""
+    """One model: the metadata of its first file and the tensors of all files."""
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    fields: Fields = field(init=False, repr=False)  # the metadata, to be read with kinds and ranges
+    fields: Fields = field(init=False, repr=False)  # the metadata with type and range checks
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", Fields(self.metadata, str(self.path)))
@@ -74,30 +73,32 @@ class GGUFFile:
         return self.fields.word("general.architecture") or ""
 
     def own(self, key: str) -> str:
-        """The full name of one of the architecture's own keys."""
+        """Returns the full name of an architecture-specific key."""
         return f"{self.architecture}.{key}"
 
 
 def read_gguf(place: str | Path) -> GGUFFile:
-    """The model of a file, or of all files of which it is one (`-00001-of-0000N.gguf`)."""
+    """Reads the model of a file, or of all files of a split model (`-00001-of-0000N.gguf`)."""
     paths = _parts(Path(place))
     files = [_Header(path).read() for path in paths]
     for number, found in enumerate(files):
         _check_part(found, number, len(paths))
     tensors: dict[str, Tensor] = {}
     for found in files:
-        twice = tensors.keys() & found.tensors.keys()
-        if twice:
-            raise CheckpointError(f"{found.path} has tensor {min(twice)}, which another file of this model has as well")
+        duplicates = tensors.keys() & found.tensors.keys()
+        if duplicates:
+            raise CheckpointError(
+                f"{found.path} has tensor {min(duplicates)}, which another file of this model has as well"
+            )
         tensors |= found.tensors
-    said = files[0].fields.whole("split.tensors.count", 0, MOST_TENSORS)
-    if said is not None and said != len(tensors):
-        raise CheckpointError(f"{paths[0]} says split.tensors.count = {said}; its files have {len(tensors)}")
+    stated_count = files[0].fields.whole("split.tensors.count", 0, MOST_TENSORS)
+    if stated_count is not None and stated_count != len(tensors):
+        raise CheckpointError(f"{paths[0]} says split.tensors.count = {stated_count}; its files have {len(tensors)}")
     return GGUFFile(paths[0], files[0].metadata, tensors)
 
 
 def _parts(path: Path) -> list[Path]:
-    """The files of the model that `path` is a file of, the first one first."""
+    """Returns all files of the model that `path` belongs to, in order."""
     regular(path)
     name = SPLIT_NAME.fullmatch(path.name)
     if name is None:
@@ -113,15 +114,16 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _check_part(found: GGUFFile, number: int, count: int) -> None:
-    said = found.fields.whole("split.no", 0, 1 << 16), found.fields.whole("split.count", 0, 1 << 16)
-    if (said[0] or 0, said[1] or 1) != (number, count):
+    numbers = found.fields.whole("split.no", 0, 1 << 16), found.fields.whole("split.count", 0, 1 << 16)
+    if (numbers[0] or 0, numbers[1] or 1) != (number, count):
         raise CheckpointError(
-            f"{found.path} says split.no = {said[0]}, split.count = {said[1]}; by its name it is {number} of {count}"
+            f"{found.path} says split.no = {numbers[0]}, split.count = {numbers[1]};"
+            f" by its name it is {number} of {count}"
         )
 
 
 class _Header:
-    """Reads one file's header from its beginning."""
+    """Parser of one file's header, from its beginning."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
@@ -143,10 +145,10 @@ class _Header:
             )
         num_tensors = self._count("tensors", MOST_TENSORS)
         metadata = self._metadata(self._count("metadata entries", MOST_ENTRIES))
-        places = self._places(num_tensors)
+        infos = self._tensor_infos(num_tensors)
         alignment = Fields(metadata, str(self._path)).whole("general.alignment", 1, 1 << 20) or ALIGNMENT
         begin = -(-self._at // alignment) * alignment
-        tensors = {name: self._tensor(name, begin, *place) for name, place in places.items()}
+        tensors = {name: self._tensor(name, begin, *info) for name, info in infos.items()}
         return GGUFFile(self._path, metadata, tensors)
 
     def _take(self, size: int, what: str) -> memoryview:
@@ -206,8 +208,8 @@ class _Header:
         letter = self._scalar(kind, key)
         return np.frombuffer(self._take(struct.calcsize(letter) * length, key), f"<{letter}").tolist()
 
-    def _places(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
-        """(shape, kind, offset) of each tensor by its name."""
+    def _tensor_infos(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
+        """Returns (shape, kind, offset) of each tensor by name."""
         found: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for index in range(count):
             name = self._text(f"the name of tensor {index}")
@@ -241,19 +243,19 @@ class _Header:
         return Tensor(self._path, shape, kind, start, size)
 
 
-# Rows of tensors that lie in GGUF files: memory-mapped, and only the blocks that are asked for are dequantised.
+# Rows of memory-mapped tensors; only the requested blocks are dequantised.
 
-STRIP_BYTES = 1 << 15  # dequantised at once: with its temporaries, about what a cache holds
+STRIP_BYTES = 1 << 15  # bytes dequantised at once: with temporaries, about the size of a CPU cache
 
 
 class Blocks:
-    """The files of one model, each mapped once."""
+    """The memory-mapped files of one model."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, np.ndarray] = {}
 
     def rows(self, tensor: Tensor, picked: slice | np.ndarray, columns: slice) -> np.ndarray:
-        """f32[picked, columns] of a tensor whose dimensions but the last count as one; a vector is one row."""
+        """Returns f32[picked, columns] of a tensor flattened to two dimensions; a vector is one row."""
         stored = self._bytes(tensor).reshape(prod(tensor.shape[:-1]), -1)
         return _columns(stored[picked], tensor.kind, columns)
 
@@ -265,7 +267,7 @@ class Blocks:
 
 @cache
 def has_definition(kind: GGMLQuantizationType) -> bool:
-    """Whether blocks of this kind can be dequantised."""
+    """Returns True if blocks of this kind can be dequantised."""
     try:
         _numbers(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
@@ -274,7 +276,7 @@ def has_definition(kind: GGMLQuantizationType) -> bool:
 
 
 def _columns(rows: np.ndarray, kind: GGMLQuantizationType, columns: slice) -> np.ndarray:
-    """f32[rows, columns] of rows of blocks; only the blocks that hold some of the columns are looked at."""
+    """Returns f32[rows, columns] of rows of blocks, reading only the blocks that contain the columns."""
     block, size = GGML_QUANT_SIZES[kind]
     first, last = columns.start // block, -(-columns.stop // block)
     found = _numbers(rows[:, first * size : last * size], kind).reshape(len(rows), -1)
@@ -282,7 +284,7 @@ def _columns(rows: np.ndarray, kind: GGMLQuantizationType, columns: slice) -> np
 
 
 def _numbers(stored: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """f32[all of them] of blocks, a strip of them at a time."""
+    """Dequantises blocks strip by strip into one f32 vector."""
     size = GGML_QUANT_SIZES[kind][1]
     blocks = np.ascontiguousarray(stored).reshape(-1, size)
     step = max(1, STRIP_BYTES // size)
@@ -290,14 +292,14 @@ def _numbers(stored: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     return np.concatenate([strip.ravel() for strip in strips]).astype(np.float32, copy=False)
 
 
-# Tensors of a checkpoint that a GGUF file cuts otherwise: experts, which lie in one tensor for each matrix, and
-# the matrix that makes keys and values of latents, which newer files hold in two.
+# Tensors that a GGUF file stores in another layout: all experts of a matrix in one tensor, and the matrix from
+# latents to keys and values, which newer files split in two.
 
 MATRICES = ("gate", "up", "down")
 
 
 class View(Protocol):
-    """One tensor of the checkpoint, as `tensors` of the file hold it."""
+    """One checkpoint tensor, computed from `tensors` of the file."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]: ...
@@ -306,7 +308,7 @@ class View(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, blocks: Blocks, index: Index) -> np.ndarray:
-        """f32[index]"""
+        """Returns the slice `index` of the checkpoint tensor, in f32."""
         ...
 
 
@@ -332,8 +334,8 @@ class OfExpert:
 
 @dataclass(frozen=True, slots=True)
 class InTurns:
-    """gpt-oss' [experts, in, out] of tensors [experts, out, in], whose outputs follow each other in turns; or a bias
-    [experts, out] of such biases."""
+    """gpt-oss' [experts, in, out] from tensors [experts, out, in] with interleaved outputs; or a bias [experts,
+    out]."""
 
     tensors: tuple[Tensor, ...]
 
@@ -360,7 +362,7 @@ class InTurns:
 
 @dataclass(frozen=True, slots=True)
 class ByHeads:
-    """`kv_b_proj` [heads * (keys + values), rank], of keys [heads, rank, keys] and values [heads, values, rank]."""
+    """`kv_b_proj` [heads * (keys + values), rank], from keys [heads, rank, keys] and values [heads, values, rank]."""
 
     keys: Tensor
     values: Tensor
@@ -385,11 +387,11 @@ class ByHeads:
 
 
 def views_of(file: GGUFFile, config: ModelConfig) -> dict[str, View]:
-    """By the checkpoint's names. Raises `WrongShape` with the file's name of a tensor that is of another."""
-    return {name: view for layer in range(config.num_layers) for name, view in _of_layer(file, config, layer)}
+    """Returns views by checkpoint name. Raises `WrongShape`, naming the file's tensor, if a shape differs."""
+    return {name: view for layer in range(config.num_layers) for name, view in _layer_views(file, config, layer)}
 
 
-def _of_layer(file: GGUFFile, config: ModelConfig, layer: int) -> Iterator[tuple[str, View]]:
+def _layer_views(file: GGUFFile, config: ModelConfig, layer: int) -> Iterator[tuple[str, View]]:
     if config.latent is not None and f"blk.{layer}.attn_k_b.weight" in file.tensors:
         rank, heads = config.latent.kv_lora_rank, config.num_heads
         keys = _tensor(file, f"blk.{layer}.attn_k_b.weight", (heads, rank, config.latent.qk_nope_head_dim))
@@ -403,10 +405,10 @@ def _of_layer(file: GGUFFile, config: ModelConfig, layer: int) -> Iterator[tuple
         found = {each: _tensor(file, f"blk.{layer}.ffn_{each}_exps.weight", shapes[each]) for each in MATRICES}
         biases = {each: _tensor(file, f"blk.{layer}.ffn_{each}_exps.bias", shapes[each][:2]) for each in MATRICES}
         fused = EXPERT_NAMES[config.family].fused
-        yield from _in_turns(layer, found, biases) if fused else _each_alone(config, layer, found)
+        yield from _interleaved_views(layer, found, biases) if fused else _expert_views(config, layer, found)
 
 
-def _in_turns(
+def _interleaved_views(
     layer: int, found: dict[str, Tensor | None], biases: dict[str, Tensor | None]
 ) -> Iterator[tuple[str, View]]:
     prefix = f"model.layers.{layer}.mlp.experts"
@@ -417,7 +419,7 @@ def _in_turns(
                 yield f"{prefix}.{ours}{suffix}", InTurns(parts)
 
 
-def _each_alone(config: ModelConfig, layer: int, found: dict[str, Tensor | None]) -> Iterator[tuple[str, View]]:
+def _expert_views(config: ModelConfig, layer: int, found: dict[str, Tensor | None]) -> Iterator[tuple[str, View]]:
     names = EXPERT_NAMES[config.family]
     for each, matrix in zip(MATRICES, names.matrices, strict=True):
         tensor = found[each]

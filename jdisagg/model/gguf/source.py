@@ -1,8 +1,8 @@
-"""Weights of a GGUF file by their Hugging Face names: memory-mapped, and dequantised only where a shard reads.
+"""Reads the weights and the tokenizer of a GGUF file under Hugging Face names.
 
-Some things differ from a Hugging Face folder beside the names: numbers come in quantised blocks along a row, for Llama
-the rows of q and k are stored in the order of interleaved rotation, and for Gemma norms have the 1 that the network
-adds. Both are undone here.
+Weights are memory-mapped and only the slices that a shard reads are dequantised. Two layouts are undone: for Llama the
+rows of q and k are stored in interleaved rotation order, and for Gemma the norm weights include the 1 that the network
+adds.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jdisagg.model.gguf.file import Blocks, GGUFFile, Tensor, has_definition, re
 from jdisagg.model.names import Index, stage_leaves
 
 CORRECTION = ".e_score_correction_bias"
-INTERLEAVED = ("llama",)  # architectures whose q and k llama.cpp stores for rotation of neighbours
+INTERLEAVED = ("llama",)  # architectures whose q and k rows are in interleaved order
 
 
 class GGUFSource:
-    """Slices of the tensors of one model's files, in float32 whatever they are stored in."""
+    """Slices of one model's tensors, as float32 whatever the stored type."""
 
     def __init__(self, path: str | Path) -> None:
         file = read_gguf(path)
@@ -43,7 +43,7 @@ class GGUFSource:
         self._tensors = {name: file.tensors[stored] for name, stored in names.items() if stored in file.tensors}
         self._views, self._blocks = views_of(file, config), Blocks()
         found = [*self._tensors.values(), *(tensor for view in self._views.values() for tensor in view.tensors)]
-        self._used = {(tensor.path, tensor.start): tensor for tensor in found}  # each once
+        self._used = {(tensor.path, tensor.start): tensor for tensor in found}  # without duplicates
         unread = [
             name
             for name, tensor in file.tensors.items()
@@ -62,7 +62,7 @@ class GGUFSource:
 
     @property
     def label(self) -> str:
-        """How the numbers are stored: the kinds of blocks, the one that most bytes are of first."""
+        """Storage format of the weights: the block kinds, by bytes in descending order."""
         kinds = Counter[str]()
         for tensor in self._used.values():
             kinds[tensor.kind.name] += tensor.num_bytes
@@ -72,7 +72,6 @@ class GGUFSource:
         return sum(tensor.num_bytes for tensor in self._used.values())
 
     def num_weights(self) -> int:
-        """Numbers in all the network's tensors."""
         return sum(prod(tensor.shape) for tensor in self._used.values())
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -108,7 +107,7 @@ class GGUFSource:
         return self._tensors[name]
 
     def _order(self, name: str) -> np.ndarray | None:
-        """Which stored row each of the tensor's rows is; None where they are the same."""
+        """Returns the stored row of each row of the tensor; None if the order is unchanged."""
         heads = {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}
         projection = name.split(".")[-2]
         if not self._interleaved or projection not in heads:
@@ -118,7 +117,7 @@ class GGUFSource:
 
 
 def _names(config: ModelConfig, architecture: str) -> dict[str, str]:
-    """Hugging Face name -> GGUF name of every tensor that the model may be made of, one of one."""
+    """Returns Hugging Face name -> GGUF name for every tensor that is stored one to one."""
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = get_tensor_name_map(arch, config.num_layers)
     leaves = stage_leaves(config, range(config.num_layers), 1).values()
@@ -128,7 +127,7 @@ def _names(config: ModelConfig, architecture: str) -> dict[str, str]:
 
 
 def _own_name(name: str) -> str | None:
-    """Of tensors that the table of names does not know, or not whole."""
+    """Returns the GGUF name of a tensor that the package's name table lacks, or None."""
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
     if rest.endswith(CORRECTION):
         return f"blk.{layer}.exp_probs_b.bias"
@@ -136,7 +135,7 @@ def _own_name(name: str) -> str | None:
 
 
 def _is_read(config: ModelConfig, name: str) -> bool:
-    """Whether the network has it: biases are for some families only."""
+    """Returns True if the network has the tensor; some families have no biases."""
     if not name.endswith(".bias"):
         return True
     if ".mlp." in name:
@@ -145,14 +144,13 @@ def _is_read(config: ModelConfig, name: str) -> bool:
     return config.o_bias if ".o_proj." in name else config.qkv_bias
 
 
-# The tokenizer inside a GGUF file, built with the `tokenizers` library: byte-level BPE, or SentencePiece's BPE.
+# The tokenizer of a GGUF file, built with the `tokenizers` library: byte-level BPE or SentencePiece BPE.
 #
-# A file names its vocabulary and how text is cut before it (`tokenizer.ggml.pre`), not the cut itself: the
-# patterns here are those of the tokenizers that the names stand for. A name that is not here is refused: ids
-# would be nearly right.
+# A file only names its pre-tokenizer (`tokenizer.ggml.pre`); the patterns below are those of the named tokenizers. An
+# unknown name is refused, because a guess would give almost correct token ids.
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # token types
-LONGEST_TOKEN = 1024  # characters: every place where one can be cut is looked at
+LONGEST_TOKEN = 1024  # characters; `_joins` tries every split of a token
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 UNDERSCORE = "\u2581"  # SentencePiece's space
 
@@ -165,7 +163,7 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPP
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
 _TEKKEN = rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PATTERNS: dict[str, tuple[str, ...]] = {  # each cuts what the one before it left
+PATTERNS: dict[str, tuple[str, ...]] = {  # each pattern splits the pieces left by the one before
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
@@ -173,12 +171,12 @@ PATTERNS: dict[str, tuple[str, ...]] = {  # each cuts what the one before it lef
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
     "tekken": (_TEKKEN,),
 }
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "tekken")  # a word of the vocabulary is never cut; BOS comes first
-COMPOSED = ("qwen2",)  # text is NFC first
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "tekken")  # a word in the vocabulary is never split; BOS is added
+COMPOSED = ("qwen2",)  # text is normalised to NFC first
 
 
 def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
-    """Raises `CheckpointError` and its kin, naming the file."""
+    """Builds the tokenizer. Raises `CheckpointError` or its subclasses, naming the file."""
     kind = file.fields.word("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders:
@@ -190,33 +188,32 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
         raw = builders[kind](file, tokens)
         raw.add_special_tokens(_added(file, tokens, (CONTROL, UNKNOWN), special=True))
         raw.add_tokens(_added(file, tokens, (USER_DEFINED,), special=False))
-        _put_around(raw, file, tokens, kind)
-        raw.encode_batch_fast(["a"])  # what only use finds out
+        _add_post_processor(raw, file, tokens, kind)
+        raw.encode_batch_fast(["a"])  # some errors appear only in use
     except CheckpointError:
         raise
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the Rust side raises bare Exception, and where it panics a BaseException
+    except BaseException as error:  # the Rust side raises bare Exception, and BaseException on panics
         raise CheckpointError(f"{file.path}: its tokenizer cannot be built: {first_line(error)}") from error
     return raw
 
 
 def named_tokens(file: GGUFFile) -> dict[str, str]:
-    """`bos_token`, `eos_token` and the like, as a chat template knows them."""
+    """Returns `bos_token`, `eos_token` and so on as variables for a chat template."""
     tokens = _tokens(file)
     found = {name: _id(file, key, len(tokens)) for name, key in NAMED.items()}
     return {name: tokens[number] for name, number in found.items() if number is not None}
 
 
 def chat_templates(file: GGUFFile) -> dict[str, str]:
-    """Templates by name."""
     prefix = "tokenizer.chat_template"
     keys = [key for key in file.metadata if key == prefix or key.startswith(prefix + ".")]
     return {key[len(prefix) + 1 :] or "default": file.fields.word(key) or "" for key in keys}
 
 
-def _listed(file: GGUFFile, key: str, kinds: tuple[type, ...], length: int | None = None) -> list[Any]:
-    """An array of the tokenizer's, of `length` where one is given."""
+def _tokenizer_array(file: GGUFFile, key: str, kinds: tuple[type, ...], length: int | None = None) -> list[Any]:
+    """Returns an array of the tokenizer's metadata, checked for `length` if given."""
     name = f"tokenizer.ggml.{key}"
     found = file.metadata.get(name)
     if not isinstance(found, list) or not all(isinstance(each, kinds) for each in found):
@@ -227,7 +224,7 @@ def _listed(file: GGUFFile, key: str, kinds: tuple[type, ...], length: int | Non
 
 
 def _tokens(file: GGUFFile) -> list[str]:
-    tokens = _listed(file, "tokens", (str,))
+    tokens = _tokenizer_array(file, "tokens", (str,))
     longest = max(tokens, key=len, default="")
     if len(longest) > LONGEST_TOKEN:
         raise CheckpointError(f"{file.path} has a token of {len(longest)} characters; at most {LONGEST_TOKEN} are read")
@@ -237,7 +234,7 @@ def _tokens(file: GGUFFile) -> list[str]:
 def _kinds(file: GGUFFile, tokens: list[str]) -> list[int]:
     if "tokenizer.ggml.token_type" not in file.metadata:
         return [NORMAL] * len(tokens)
-    return _listed(file, "token_type", (int,), len(tokens))
+    return _tokenizer_array(file, "token_type", (int,), len(tokens))
 
 
 def _added(file: GGUFFile, tokens: list[str], kinds: tuple[int, ...], *, special: bool) -> list[AddedToken]:
@@ -251,7 +248,7 @@ def _id(file: GGUFFile, key: str, count: int) -> int | None:
 
 
 def _vocabulary(tokens: list[str]) -> dict[str, int]:
-    """Of tokens that are there twice, the first counts."""
+    """Returns token -> id; the first of duplicate tokens counts."""
     return {token: number for number, token in reversed(list(enumerate(tokens)))}
 
 
@@ -261,7 +258,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
         raise UnsupportedModel(
             f"{file.path}: tokenizer.ggml.pre = {shown(name)} is not supported; supported: {', '.join(PATTERNS)}"
         )
-    merges = [tuple(merge.split(" ")) for merge in _listed(file, "merges", (str,))]
+    merges = [tuple(merge.split(" ")) for merge in _tokenizer_array(file, "merges", (str,))]
     broken = next((merge for merge in merges if len(merge) != 2), None)
     if broken is not None:
         raise CheckpointError(f"{file.path}: merge {shown(' '.join(broken))} is not two tokens with a space between")
@@ -275,8 +272,8 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
-    """BPE that joins the neighbours whose whole has the best score; what is left over is bytes."""
-    scores = _listed(file, "scores", (float, int), len(tokens))
+    """Builds a BPE that merges the pair whose result has the best score; the remainder becomes bytes."""
+    scores = _tokenizer_array(file, "scores", (float, int), len(tokens))
     kinds = _kinds(file, tokens)
     vocabulary, unknown = _vocabulary(tokens), _id(file, "unknown", len(tokens))
     normal = {token: scores[i] for token, i in vocabulary.items() if kinds[i] == NORMAL}
@@ -300,7 +297,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
 
 
 def _joins(scores: dict[str, float]) -> Iterator[tuple[float, float, float, str, str]]:
-    """(score of the whole, of its left part, of its right part, left, right) for all two parts of all tokens."""
+    """Yields (score of the whole, of its left part, of its right part, left, right) for every split of every token into
+    two tokens."""
     for whole, score in scores.items():
         for cut in range(1, len(whole)):
             left, right = whole[:cut], whole[cut:]
@@ -308,8 +306,8 @@ def _joins(scores: dict[str, float]) -> Iterator[tuple[float, float, float, str,
                 yield score, scores[left], scores[right], left, right
 
 
-def _put_around(raw: tokenizers.Tokenizer, file: GGUFFile, tokens: list[str], kind: str) -> None:
-    """The tokens that a prompt begins and ends with: by the file's flags, else by llama.cpp's rule for its kind."""
+def _add_post_processor(raw: tokenizers.Tokenizer, file: GGUFFile, tokens: list[str], kind: str) -> None:
+    """Adds the tokens before and after a prompt: by the file's flags, else by llama.cpp's rule for the model type."""
     begins = kind == "llama" or file.fields.word("tokenizer.ggml.pre") in WHOLE_WORDS
     if "tokenizer.ggml.add_bos_token" in file.metadata:
         begins = file.fields.flag("tokenizer.ggml.add_bos_token")
@@ -323,11 +321,11 @@ def _put_around(raw: tokenizers.Tokenizer, file: GGUFFile, tokens: list[str], ki
         )
 
 
-# What a GGUF file holds beside its weights, as the JSON files of a Hugging Face folder.
+# Export of the metadata as the JSON files of a Hugging Face folder.
 
 
 def write_companions(place: Path, target: Path, dtype: str) -> None:
-    """Config, generation config, tokenizer and template of the GGUF file `place` into the folder `target`."""
+    """Writes config, generation config, tokenizer and templates of the GGUF file `place` to the folder `target`."""
     file = read_gguf(place)
     defaults, templates = generation_defaults(file), chat_templates(file)
     ids = {"bos_token_id": defaults.bos_id, "eos_token_id": list(defaults.eos_ids) or None}
@@ -335,7 +333,8 @@ def write_companions(place: Path, target: Path, dtype: str) -> None:
     write_json(target / "generation_config.json", {**ids, **defaults.sampling})
     (target / "tokenizer.json").write_text(build_tokenizer(file).to_str(), encoding="utf-8")
     listed = [{"name": name, "template": text} for name, text in templates.items()]
-    said = {"chat_template": listed} if listed else {}
+    template_fields = {"chat_template": listed} if listed else {}
     write_json(
-        target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named_tokens(file), **said}
+        target / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", **named_tokens(file), **template_fields},
     )

@@ -1,1 +1,1 @@
-"""Structured output: which tokens a grammar allows next."""
+"""Structured output: the tokens that a grammar allows next."""

@@ -1,7 +1,7 @@
-"""What the rest of the house asks of a grammar: whether it can be had, and which tokens it allows after others.
+"""The interface of grammars for structured output: availability, and the tokens allowed after others.
 
-A grammar is one text (`SamplingParams.grammar`), and where an answer stands in it is a function of that text and of the
-answer's tokens: a matcher is made of the two wherever one is needed, so that nothing of it is ever sent or saved.
+A grammar is one text (`SamplingParams.grammar`). The state of an answer is a function of that text and of the answer's
+tokens, so a matcher is built from the two where needed and is never sent or saved.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ BACKEND = "llguidance"
 
 @dataclass(frozen=True, slots=True)
 class Whitespace:
-    """Between the tokens of JSON: a space, or a new line and its indent, so that nobody goes on with them for ever."""
+    """The whitespace allowed between JSON tokens: a space, or a new line with bounded indentation, so that a model
+    cannot emit whitespace for ever."""
 
     pattern: str = r"\x20|\r?\n[\x20\t]{0,40}"  # "": none
 
 
 class Matcher(Protocol):
-    """One answer's place in its grammar. After a token that the grammar does not allow, nothing is allowed."""
+    """The grammar state of one answer. After a token that the grammar does not allow, nothing is allowed."""
 
     def take(self, tokens: Sequence[int]) -> None: ...
 
@@ -39,47 +40,47 @@ class Matcher(Protocol):
         ...
 
     def forced(self) -> list[int]:
-        """What must come next: of each of these, one behind the other, `fill` would allow that token alone."""
+        """Returns the tokens that must come next; at each of them `fill` would allow that token alone."""
         ...
 
     def follows(self, tokens: Sequence[int]) -> int:
-        """How many of them, one behind the other, may come next; `fill` may allow fewer, never more."""
+        """Returns how many of `tokens`, in order, may come next; `fill` may allow fewer, never more."""
         ...
 
     def fill(self, mask: np.ndarray) -> None:
-        """Bit t % 32 of u32 word t // 32 is whether token t may follow."""
+        """Writes the mask: bit t % 32 of u32 word t // 32 is 1 if token t may follow."""
         ...
 
 
 class Grammars(Protocol):
-    """Grammars over one model's vocabulary. Called from several threads."""
+    """Compiled grammars over one model's vocabulary; called from several threads."""
 
     words: int  # u32 words of a mask
 
     def start(self, grammar: str) -> Matcher:
-        """A matcher before the first token."""
+        """Returns a matcher before the first token."""
         ...
 
 
 class GrammarCompiler(Grammars, Protocol):
-    """What makes a grammar of what a client asks for. `of_...` raise ValueError for what is none at all."""
+    """Compiler of client requests to grammars. The `of_...` methods raise ValueError for invalid input."""
 
     def why_not(self, grammar: str) -> str:
-        """Why no answer can be held to it, in one line; "" where one can. May take long."""
+        """Returns why no answer can match the grammar, in one line; "" if one can. May take long."""
         ...
 
     def of_schema(self, schema: object, whitespace: Whitespace) -> str:
-        """JSON that the schema, an object or a text, takes."""
+        """Returns a grammar of the JSON values that a JSON schema (object or text) accepts."""
         ...
 
     def of_regex(self, regex: str) -> str: ...
 
     def of_grammar(self, text: str) -> str:
-        """Of a context-free grammar, as Lark or GBNF (EBNF with `::=`) write them."""
+        """Returns a grammar from context-free rules in Lark or GBNF (EBNF with `::=`)."""
         ...
 
     def of_choices(self, choices: Sequence[str]) -> str:
-        """One of these texts."""
+        """Returns a grammar that accepts one of these texts."""
         ...
 
 
@@ -93,11 +94,11 @@ def grammars_installed() -> bool:
 
 @cache
 def open_grammars(place: Path, vocab_size: int) -> GrammarCompiler:
-    """For the tokenizer at `place` and a model of that vocabulary; one for each process. Raises ConfigError."""
+    """Returns the process-wide compiler for the tokenizer at `place` and a vocabulary size. Raises ConfigError."""
     try:
         module = import_module("jdisagg.model.grammars.guidance")
     except ImportError as error:
         raise ConfigError(
             f"structured output needs {error.name}, which is not installed: pip install llguidance does it"
         ) from error
-    return module.Guidance(Tokenizer(place), vocab_size)
+    return module.GuidanceBuilder(Tokenizer(place), vocab_size)

@@ -19,17 +19,18 @@ from jdisagg.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-# A mask of an ambiguous grammar takes the square of a row's items (43 ms of 2000, 3 of 500); an optional property of an
-# object takes four. Errors are logged, and grammars are clients' own.
+# The time of an ambiguous grammar's mask grows with the square of a row's items (43 ms for 2000, 3 ms for 500); an
+# optional property of an object takes four items. Verbose errors are off because they are logged and contain client
+# grammars.
 OF_SCHEMAS = LLParserLimits(max_items_in_row=2000, verbose_errors=False)
 OF_OTHERS = LLParserLimits(max_items_in_row=500, verbose_errors=False)
 SCHEMA = '{"grammars":[{"name":"json_schema",'  # as `grammar_from_json_schema` begins
-NO_TOKEN = "NoExtensionBias"  # what llguidance calls a place where nothing may follow
-KEPT = 256  # grammars whose compiled form is kept; the least recently used goes first
+NO_TOKEN = "NoExtensionBias"  # llguidance's error for a state where no token may follow
+KEPT = 256  # compiled grammars in the LRU cache
 
 
 class GuidanceMatcher:
-    """Implements `Matcher`."""
+    """A matcher of one answer by llguidance; implements `Matcher`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -55,16 +56,16 @@ class GuidanceMatcher:
         if self._matcher.is_error():
             return
         fill_next_token_bitmask(self._matcher, mask.view(np.int32)[None], 0)
-        if self._matcher.is_error():  # it was too much for the limits of one step
+        if self._matcher.is_error():  # the limits of one step were exceeded
             log.error("a grammar ends its answer: %s", _line(self._matcher.get_error()))
             mask[:] = 0
 
 
-class Guidance:
-    """Implements `GrammarCompiler`."""
+class GuidanceBuilder:
+    """A grammar compiler by llguidance; implements `GrammarCompiler`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Raises ConfigError where llguidance cannot take the tokenizer."""
+        """Raises ConfigError if llguidance does not accept the tokenizer."""
         self.words = mask_words(vocab_size)
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = Lock()
@@ -82,15 +83,15 @@ class Guidance:
         with self._lock:
             if grammar in self._kept:
                 return ""
-        matcher = self._made(grammar)
+        matcher = self._compile(grammar)
         mask = np.zeros(self.words, np.uint32)
         if not matcher.is_error():
-            fill_next_token_bitmask(matcher, mask.view(np.int32)[None], 0)  # what only the first step finds out
+            fill_next_token_bitmask(matcher, mask.view(np.int32)[None], 0)  # some errors appear only in the first step
             if NO_TOKEN in matcher.get_error() or not (mask.any() or matcher.is_error()):
                 return "there is no answer that it takes"
         if matcher.is_error():
             return _line(matcher.get_error())
-        self._keep(grammar, matcher)
+        self._store(grammar, matcher)
         return ""
 
     def start(self, grammar: str) -> GuidanceMatcher:
@@ -99,22 +100,19 @@ class Guidance:
             if found is not None:
                 self._kept.move_to_end(grammar)
                 return GuidanceMatcher(found.deep_copy())
-        made = self._made(grammar)
-        self._keep(grammar, made.deep_copy())
+        made = self._compile(grammar)
+        self._store(grammar, made.deep_copy())
         return GuidanceMatcher(made)
 
-    def _made(self, grammar: str) -> LLMatcher:
+    def _compile(self, grammar: str) -> LLMatcher:
         limits = OF_SCHEMAS if grammar.startswith(SCHEMA) else OF_OTHERS
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 
-    def _keep(self, grammar: str, matcher: LLMatcher) -> None:
-        """Its compiled form, for whoever starts with it next."""
+    def _store(self, grammar: str, matcher: LLMatcher) -> None:
         with self._lock:
             self._kept[grammar] = matcher
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-
-    # ------------------------------------------------------------ what clients ask for
 
     def of_schema(self, schema: object, whitespace: Whitespace) -> str:
         text = schema if isinstance(schema, str) else json.dumps(schema)

@@ -1,6 +1,6 @@
-"""What a checkpoint says of its quantisation: one table from `quant_method` to how its weights are read.
+"""Reads a checkpoint's quantisation and its quantised weights: one table from `quant_method` to a reader.
 
-What is not in the table, or would be read wrongly, is refused by name with what was found and what is supported.
+A method or option that is not supported is refused by name, with the value found and the values supported.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from jdisagg.model.quantized.tensors import (
 )
 from jdisagg.model.sources import FLOATS, Source
 
-# AWQ, the "gemm" order: four-bit numbers [in, out], eight along the outputs in an int32, with zero points
-# likewise.
+# AWQ in the "gemm" order: four-bit numbers [in, out], eight consecutive outputs per int32; zero points likewise.
 
 BITS = 4
 PER_WORD = 32 // BITS
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight outputs of a word, which four bits of it are theirs
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of a word's eight outputs, in units of four bits
 
 
 @dataclass(frozen=True, slots=True)
 class AWQ:
-    """Groups of `group_size` inputs share a scale and a zero point; 0: all of them."""
+    """AWQ weights: groups of `group_size` inputs share a scale and a zero point; 0: all inputs."""
 
     group_size: int
     label: str = ""
@@ -69,14 +68,14 @@ class AWQ:
 
 
 def _numbers(words: np.ndarray) -> np.ndarray:
-    """u8[rows, 8 x words] in the order of the outputs."""
+    """Returns u8[rows, 8 x words] in the order of the outputs."""
     return unpacked(words, BITS, PLACES)
 
 
 # fp8 and int8 weights [out, in] with a scale for the tensor, each row, each block, or each group along a row.
 #
-# fp8 of DeepSeek V3 and Qwen3 (`weight_scale_inv`, blocks), of FBGEMM, ModelOpt, AutoFP8 and compressed-tensors
-# (`weight_scale`), and int8 of compressed-tensors. Whatever the scale is called, a number is multiplied by it.
+# Formats: fp8 of DeepSeek V3 and Qwen3 (`weight_scale_inv`, blocks), of FBGEMM, ModelOpt, AutoFP8 and
+# compressed-tensors (`weight_scale`), and int8 of compressed-tensors. Under either name, numbers are multiplied by it.
 
 SCALE_NAMES = (".weight_scale_inv", ".weight_scale")
 ZERO = ".weight_zero_point"
@@ -85,7 +84,8 @@ FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """`block` is [rows, columns] that share a scale; None: one scale for the tensor or for each row, as it is found."""
+    """fp8 or int8 weights. `block` is [rows, columns] that share a scale; None: one scale per tensor or row, as
+    stored."""
 
     dtype: str  # float8_e4m3fn or int8
     block: tuple[int, int] | None = None
@@ -108,11 +108,12 @@ class Scaled:
 
     @property
     def of_products(self) -> str:
-        """What products call the dtype of the numbers."""
+        """Name of the dtype in `products.py`."""
         return "int8" if self.dtype == "int8" else "fp8"
 
     def channels(self, source: Source, stem: str) -> Channels | None:
-        """As it is stored, where rows of numbers have one scale each, or all the same, and no zero points."""
+        """Returns the stored numbers and scales if each row or the tensor has one scale and there are no zero points;
+        else None."""
         self.shape(source, stem)
         is_scaled = self.block is None and source.shape(stem + ZERO) is None
         return Channels(source, stem + self.numbers, _scale_name(source, stem), self.of_products) if is_scaled else None
@@ -130,7 +131,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """A tensor of int8 or fp8 numbers, and that of their scales."""
+    """A tensor of int8 or fp8 numbers, and the tensor of their scales."""
 
     source: Source
     name: str
@@ -141,7 +142,7 @@ class Channels:
         return self.source.read(self.name, index)
 
     def scales(self, rows: slice) -> np.ndarray:
-        """One for all is each row's."""
+        """Returns one scale per row; a single stored scale is repeated."""
         count = rows.stop - rows.start
         is_one = _size(self.source, self.scale) == 1
         found = _grid(self.source, self.scale, slice(0, 1) if is_one else rows, slice(0, 1))
@@ -161,17 +162,17 @@ def _size(source: Source, name: str) -> int:
 
 
 def _grid(source: Source, name: str, rows: slice, columns: slice) -> np.ndarray:
-    """f32[rows, columns] of scales, however many dimensions they are stored in."""
+    """Returns scales as f32[rows, columns], whatever rank they are stored in."""
     index = (rows, columns)[: len(source.shape(name) or ())]
     return read_f32(source, name, index).reshape(rows.stop - rows.start, columns.stop - columns.start)
 
 
 def _f32(stored: np.ndarray) -> np.ndarray:
-    """By a table: ml_dtypes casts eight bits one by one."""
+    """Converts to f32 by a table, because ml_dtypes converts eight-bit floats one by one."""
     return stored.astype(np.float32) if stored.dtype == np.int8 else np.take(FP8_VALUES, stored.view(np.uint8))
 
 
-# compressed-tensors' "pack-quantized": numbers [out, in] of 4 or 8 bits, in int32 along a row, unsigned by
+# compressed-tensors' "pack-quantized": numbers [out, in] of 4 or 8 bits, packed in int32 along a row, unsigned with an
 # offset.
 
 PACKED_ZERO, GROUPS = ".weight_zero_point", ".weight_g_idx"
@@ -179,12 +180,13 @@ PACKED_ZERO, GROUPS = ".weight_zero_point", ".weight_g_idx"
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Groups of `group_size` inputs (0: a whole row) share a scale, and a zero point where `zero_points`."""
+    """Packed integer weights: groups of `group_size` inputs (0: a row) share a scale, and a zero point if
+    `zero_points`."""
 
     bits: int
     group_size: int
     zero_points: bool
-    any_order: bool = False  # which inputs are a group is for `weight_g_idx` to say
+    any_order: bool = False  # `weight_g_idx` gives the group of each input
     label: str = ""
     plain: str = ".weight"
     numbers: str = ".weight_packed"
@@ -215,7 +217,7 @@ class Packed:
         groups, group_of = groups_of(source, stem + GROUPS, span, size, ceil_div(inputs, size))
         stored = source.read(stem + self.numbers, (outputs, words))
         scales = read_f32(source, stem + ".weight_scale", (outputs, groups))
-        zeros = np.full((1, 1), 1 << (self.bits - 1), np.float32)  # what a number of 0 is stored as
+        zeros = np.full((1, 1), 1 << (self.bits - 1), np.float32)  # the stored value of 0
         if self.zero_points:
             zeros = self._zeros(source, stem, outputs, groups)
         return scaled(
@@ -228,7 +230,7 @@ class Packed:
         )
 
     def _zeros(self, source: Source, stem: str, outputs: slice, groups: slice) -> np.ndarray:
-        """f32[outputs, groups]; they are packed along the outputs."""
+        """Returns zero points f32[outputs, groups], which are packed along the outputs."""
         words, inside = words_of(outputs, self.bits)
         return unpacked(source.read(stem + PACKED_ZERO, (words, groups)).T, self.bits)[:, inside].T.astype(np.float32)
 
@@ -239,13 +241,13 @@ class Packed:
 
 BLOCK = 32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# E8M0: of the bytes that scales are, the powers of two; the last is no number.
+# E8M0: the power of two of each scale byte; the last byte is NaN.
 POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
 @dataclass(frozen=True, slots=True)
 class MXFP4:
-    """Two numbers a byte, the lower half first."""
+    """MXFP4 weights: two numbers per byte, the first in the lower half."""
 
     label: str = "mxfp4, blocks of 32"
     plain: str = ""
@@ -266,12 +268,12 @@ class MXFP4:
         self.shape(source, stem)
         experts, span, outputs = index
         out = np.empty([part.stop - part.start for part in index], np.float32)
-        for place, expert in enumerate(range(experts.start, experts.stop)):
-            out[place] = self._read_expert(source, stem, expert, span, outputs)
+        for position, expert in enumerate(range(experts.start, experts.stop)):
+            out[position] = self._read_expert(source, stem, expert, span, outputs)
         return out
 
     def _read_expert(self, source: Source, stem: str, expert: int, span: slice, outputs: slice) -> np.ndarray:
-        """f32[span, outputs]"""
+        """Returns one expert's f32[span, outputs]."""
         blocks, block_of = blocks_of(span, BLOCK)
         one = slice(expert, expert + 1)
         stored = source.read(stem + "_blocks", (one, outputs, blocks, slice(0, BLOCK // 2)))[0]
@@ -299,11 +301,12 @@ def _halves(octets: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class GPTQ:
-    """Groups of `group_size` inputs (0: all) share a scale and a zero point, stored less `zero_offset`."""
+    """GPTQ weights: groups of `group_size` inputs (0: all) share a scale and a zero point, stored minus
+    `zero_offset`."""
 
     bits: int
     group_size: int
-    any_order: bool  # `desc_act`: which inputs are a group is for `g_idx` to say
+    any_order: bool  # `desc_act`: `g_idx` gives the group of each input
     zero_offset: int  # 1 in the first format, 0 in gptq_v2
     label: str = ""
     plain: str = ".weight"
@@ -341,59 +344,59 @@ class GPTQ:
         )
 
 
-# What a way of quantising weights is to a source: which tensors make one of the network's, and its slices.
+# The interface of a storage scheme, and the parsing of its configuration.
 
 
 class Scheme(Protocol):
-    """One way of storing weights. A weight `X` + `plain` is stored as `X` + `numbers`, its scales in `X` + `beside`."""
+    """A storage scheme. A weight `X` + `plain` is stored as `X` + `numbers`, with scales in `X` + `beside`."""
 
     @property
     def label(self) -> str:
-        """As a reader knows it, with bits and groups."""
+        """Readable name with bits and group size."""
         ...
 
     @property
     def plain(self) -> str:
-        """How a weight's name ends for the network."""
+        """Suffix of a weight's name in the network."""
         ...
 
     @property
     def numbers(self) -> str:
-        """How the name of the tensor that holds its numbers ends; may be the same as `plain`."""
+        """Suffix of the tensor with the weight's numbers; may equal `plain`."""
         ...
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """How the names of tensors end that are nothing without it."""
+        """Suffixes of the auxiliary tensors, such as scales."""
         ...
 
     def shape(self, source: Source, stem: str) -> tuple[int, ...]:
-        """The plain weight's shape. Raises a `CheckpointError` where one of its tensors is not as it must be."""
+        """Returns the plain weight's shape. Raises a `CheckpointError` if one of its tensors is invalid."""
         ...
 
     def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
-        """The slice of the plain weight in float32, from those bytes only that it takes."""
+        """Returns a slice of the plain weight in float32, reading only the bytes it needs."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What a checkpoint says of its weights, and of what it means to be rounded as well and is not here."""
+    """A checkpoint's storage scheme, with flags for quantised activations and KV, which are not applied here."""
 
     scheme: Scheme
-    activations: bool = False  # products are meant to take them quantised
-    kv_cache: bool = False  # there are scales for KV pages
+    activations: bool = False  # the checkpoint intends quantised activations
+    kv_cache: bool = False  # the checkpoint has scales for KV pages
 
 
-KEYS = ("quantization_config", "compression_config")  # the second is what compressed-tensors wrote first
-MODELOPT_FILE = "hf_quant_config.json"  # where ModelOpt wrote it before it was in config.json
+KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old key
+MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's file before config.json had the field
 MOST_GROUP = 1 << 20
 E4M3 = "float8_e4m3fn"
 FP8 = "fp8 e4m3"
 
 
 def read_quantization(folder: Path) -> Quantization | None:
-    """How the weights in `folder` are quantised; None where they are plain. Raises `CheckpointError`."""
+    """Returns how the weights in `folder` are quantised; None if they are plain. Raises `CheckpointError`."""
     found = quantization_of(Fields(read_json(folder / "config.json"), str(folder / "config.json")))
     if found is not None or not (folder / MODELOPT_FILE).exists():
         return found
@@ -402,22 +405,22 @@ def read_quantization(folder: Path) -> Quantization | None:
 
 
 def quantization_of(read: Fields) -> Quantization | None:
-    """What a `config.json` says. Raises `UnsupportedModel`."""
+    """Returns the quantisation of a `config.json`, or None. Raises `UnsupportedModel`."""
     parts = (read.part(key) for key in KEYS)
-    said = next((part for part in parts if part is not None and part.raw), None)
-    if said is None:
+    settings = next((part for part in parts if part is not None and part.raw), None)
+    if settings is None:
         return None
-    method = said.word("quant_method") or ("compressed-tensors" if "config_groups" in said.raw else "unnamed")
+    method = settings.word("quant_method") or ("compressed-tensors" if "config_groups" in settings.raw else "unnamed")
     if method not in METHODS:
         raise UnsupportedModel(
             f"{read.place}: quantization {shown(method)} is not supported; supported: {', '.join(METHODS)},"
             " and plain bfloat16, float16, float32"
         )
-    return METHODS[method](said)
+    return METHODS[method](settings)
 
 
 def _one_of(read: Fields, key: str, supported: tuple[object, ...], default: object = None) -> None:
-    """Refuses a value of `key` that is none of `supported`; `default` is what its absence means."""
+    """Refuses a value of `key` that is not in `supported`; `default` is the meaning of an absent key."""
     value = read.raw.get(key, default)
     if not any(type(value) is type(each) and value == each for each in supported):
         raise UnsupportedModel(
@@ -427,7 +430,7 @@ def _one_of(read: Fields, key: str, supported: tuple[object, ...], default: obje
 
 
 def _group_size(read: Fields, *keys: str) -> int:
-    """Inputs that share a scale; 0 where all do, which is written as -1."""
+    """Returns the inputs that share a scale; 0 for a whole row, which files write as -1."""
     key = next((key for key in keys if key in read.raw), keys[0])
     size = read.whole(key, -1, MOST_GROUP)
     if size in (None, 0):
@@ -450,7 +453,7 @@ def _pair(read: Fields, key: str) -> tuple[int, int] | None:
 
 
 def _fp8(read: Fields) -> Quantization:
-    """DeepSeek V3, Qwen3 (blocks), AutoFP8 and Mistral (a scale a tensor)."""
+    """Parses fp8 of DeepSeek V3 and Qwen3 (blocks), AutoFP8 and Mistral (one scale per tensor)."""
     _one_of(read, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     _one_of(read, "activation_scheme", ("dynamic", "static"), "dynamic")
     block = _pair(read, "weight_block_size")
@@ -497,7 +500,7 @@ def _mxfp4(read: Fields) -> Quantization:
 
 
 def _compressed_tensors(read: Fields) -> Quantization:
-    """One way of quantising weights for all groups; a folder of several is refused."""
+    """Parses compressed-tensors; all groups must use one scheme."""
     _one_of(read, "quantization_status", ("compressed", "frozen"), "compressed")
     sparsity, transform = read.part("sparsity_config"), read.part("transform_config")
     if sparsity is not None and sparsity.raw:
@@ -531,7 +534,7 @@ def _of_group(read: Fields, group: Fields) -> Scheme:
 
 
 def _sharing(weights: Fields) -> tuple[tuple[int, int] | None, str]:
-    """The rows and columns that share a scale, and in words."""
+    """Returns the rows and columns that share a scale, and a description."""
     _one_of(weights, "strategy", ("tensor", "channel", "group", "block"), "tensor")
     match weights.raw.get("strategy"):
         case "group":

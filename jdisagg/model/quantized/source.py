@@ -1,7 +1,7 @@
-"""A Hugging Face folder whose weights are quantised, as a source of plain ones: dequantised slice by slice.
+"""A source of plain weights from a Hugging Face folder with quantised ones, dequantised slice by slice.
 
-What a tensor is stored as decides, not the lists of modules in a config: one that is there in floating point is read
-as it is. Products that take quantised weights ask for `channels`.
+The stored dtype decides, not the module lists of the config: a tensor in floating point is read as it is. Products with
+quantised weights use `channels`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jdisagg.model.quantized.config import Quantization, Scaled, Scheme
 from jdisagg.model.sources import FLOATS, HFSource, StoredChannels
 
 OF_PAGES = (".k_scale", ".v_scale", ".kv_scale")
-# Scales that belong to no weight: of activations, and of KV pages. Nothing here reads them.
+# Scales of activations and of KV pages, which are not read.
 UNREAD = (
     ".input_scale",
     ".input_scale_ub",
@@ -31,7 +31,7 @@ UNREAD = (
 
 
 class QuantizedSource:
-    """Slices of plain weights in float32; others in the dtype they are stored in."""
+    """Slices of dequantised weights in float32, and of other tensors in their stored dtype."""
 
     def __init__(self, inner: HFSource, quantization: Quantization) -> None:
         self.inner, self.quantization = inner, quantization
@@ -44,19 +44,20 @@ class QuantizedSource:
 
     @property
     def names(self) -> list[str]:
-        """Of the network's tensors; those that only tell how others are scaled are left out."""
+        """Names of the network's tensors, without auxiliary tensors such as scales."""
         found = (self._plain_name(stored) for stored in self.inner.names)
         return sorted({name for name in found if name is not None})
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """How a tensor's numbers are stored; None where they are plain."""
+        """Returns the storage scheme of a tensor; None if it is plain."""
         scheme = self._scheme
         if not name.endswith(scheme.plain) or self._is_plain(name):
             return None
         return scheme if self.inner.shape(self._stem(name) + scheme.numbers) is not None else None
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Raises a `CheckpointError` where a quantised tensor's scales or zero points are not as they must be."""
+        """Returns a tensor's shape. Raises a `CheckpointError` if a quantised tensor's scales or zero points are
+        invalid."""
         if name not in self._shapes:
             scheme = self.scheme_of(name)
             known = self.inner.shape(name) if scheme is None else scheme.shape(self.inner, self._stem(name))
@@ -79,7 +80,7 @@ class QuantizedSource:
         return scheme.channels(self.inner, self._stem(name)) if isinstance(scheme, Scaled) else None
 
     def is_kept(self, dtype: str) -> bool:
-        """Whether products of `dtype` take the numbers as they are stored."""
+        """Returns True if products of `dtype` can use the numbers as stored."""
         scheme = self._scheme
         return isinstance(scheme, Scaled) and scheme.block is None and scheme.of_products == dtype
 
@@ -89,7 +90,7 @@ class QuantizedSource:
 
     @property
     def label(self) -> str:
-        """How the weights are stored, and what else is meant to be quantised and is not here."""
+        """Storage scheme, with a note on activation and KV scales that are not used."""
         unread = " (activations are not)" * self.quantization.activations
         kv_scales = self.quantization.kv_cache or any(name.endswith(OF_PAGES) for name in self.inner.names)
         pages = "; scales of KV pages are not read" * kv_scales
@@ -99,7 +100,6 @@ class QuantizedSource:
         return sum(map(self.inner.num_bytes, self.inner.names))
 
     def num_weights(self) -> int:
-        """Numbers in all the network's tensors."""
         return sum(prod(self.shape(name) or ()) for name in self.names)
 
     def _is_plain(self, name: str) -> bool:
@@ -109,7 +109,7 @@ class QuantizedSource:
         return name.removesuffix(self._scheme.plain)
 
     def _plain_name(self, stored: str) -> str | None:
-        """The network's name of a stored tensor; None for one that is nothing alone."""
+        """Returns the network's name of a stored tensor; None for an auxiliary one."""
         scheme = self._scheme
         for ending in scheme.beside:
             if stored.endswith(ending) and self.inner.shape(stored.removesuffix(ending) + scheme.numbers) is not None:

@@ -1,4 +1,5 @@
-"""What the readers of quantised weights share: tensors that belong to others, checked, and which part a slice needs."""
+"""Helpers of the quantised readers: checks of auxiliary tensors, and the blocks, groups and words that a slice
+needs."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from jdisagg.model.names import Index
 from jdisagg.model.sources import FLOATS, Source
 
 Shape = tuple[int, ...]
-SCALES = (*FLOATS, "float8_e8m0fnu")  # what scales are stored as
-STRIP_NUMBERS = 1 << 16  # dequantised at once: with their temporaries, about what a cache holds
+SCALES = (*FLOATS, "float8_e8m0fnu")  # dtypes of scales
+STRIP_NUMBERS = 1 << 16  # numbers dequantised at once: with temporaries, about the size of a CPU cache
 
 
 def needed(source: Source, name: str, dtypes: Sequence[str], shapes: Sequence[Shape] | None = None) -> Shape:
-    """The shape of a tensor that another's numbers cannot be told without. Raises `CheckpointError`s."""
+    """Returns the shape of a required auxiliary tensor. Raises subclasses of `CheckpointError`."""
     shape = source.shape(name)
     if shape is None:
         raise MissingTensor(f"tensor {name} is not in {source.place}; the quantised weight beside it needs it")
@@ -30,7 +31,6 @@ def needed(source: Source, name: str, dtypes: Sequence[str], shapes: Sequence[Sh
 
 
 def matrix(source: Source, name: str, dtypes: Sequence[str]) -> tuple[int, int]:
-    """The shape of a tensor that must have two dimensions."""
     shape = needed(source, name, dtypes)
     if len(shape) != 2:
         raise WrongShape(f"tensor {name} in {source.place} has shape {list(shape)}; needed: two dimensions")
@@ -42,15 +42,16 @@ def ceil_div(size: int, by: int) -> int:
 
 
 def blocks_of(span: slice, size: int) -> tuple[slice, np.ndarray]:
-    """The blocks of `size` numbers that hold those of `span`, and which of these blocks each of them is in."""
+    """Returns the blocks of `size` numbers that cover `span`, and each number's block within them."""
     first = span.start // size
     return slice(first, ceil_div(span.stop, size)), np.arange(span.start, span.stop) // size - first
 
 
 def groups_of(source: Source, name: str, span: slice, size: int, count: int) -> tuple[slice, np.ndarray]:
-    """The groups that the inputs of `span` are in, as a run of the `count`, and which of the run is each one's.
+    """Returns the range of groups that covers the inputs of `span`, and each input's group within it.
 
-    Tensor `name` says it where there is one; else `size` neighbours are a group. Raises `CheckpointError`.
+    Tensor `name` gives the group of each of the inputs; without it, `size` consecutive inputs form a group. Raises
+    `CheckpointError`.
     """
     if source.shape(name) is None:
         return blocks_of(span, size)
@@ -62,22 +63,22 @@ def groups_of(source: Source, name: str, span: slice, size: int, count: int) -> 
 
 
 def words_of(span: slice, bits: int) -> tuple[slice, slice]:
-    """The int32 words that hold the numbers of `span`, and where among those words' numbers they are."""
-    each = 32 // bits
-    first = span.start // each
-    return slice(first, ceil_div(span.stop, each)), slice(span.start - first * each, span.stop - first * each)
+    """Returns the int32 words that cover the numbers of `span`, and the numbers' range within those words."""
+    per_word = 32 // bits
+    first = span.start // per_word
+    return slice(first, ceil_div(span.stop, per_word)), slice(
+        span.start - first * per_word, span.stop - first * per_word
+    )
 
 
 def unpacked(words: np.ndarray, bits: int, places: Sequence[int] | None = None) -> np.ndarray:
-    """u8[rows, numbers] of i32[rows, words]: a word's first number is in its lowest bits, or number i at `places[i]`.
-
-    One of each word's numbers after another: numpy is fast along long rows only.
-    """
-    each, stored = 32 // bits, np.ascontiguousarray(words).view(np.uint32)
-    out = np.empty((len(words), words.shape[1] * each), np.uint8)
-    for number in range(each):
+    """Unpacks i32[rows, words] to u8[rows, numbers]; number i of a word is at position `places[i]`, by default i, from
+    the lowest bits. The loop is over the numbers of a word because numpy is fast only along long rows."""
+    per_word, stored = 32 // bits, np.ascontiguousarray(words).view(np.uint32)
+    out = np.empty((len(words), words.shape[1] * per_word), np.uint8)
+    for number in range(per_word):
         place = number if places is None else places[number]
-        out[:, number::each] = (stored >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1)
+        out[:, number::per_word] = (stored >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1)
     return out
 
 
@@ -94,10 +95,10 @@ def scaled(
     columns: np.ndarray | None = None,
     transposed: bool = False,
 ) -> np.ndarray:
-    """f32[rows, columns], or `transposed`: (number - zero) x scale, a strip of rows at a time.
+    """Returns f32[rows, columns], or its transpose: (number - zero) x scale, computed in strips of rows.
 
-    `numbers(strip)` gives some rows of what is stored. Row r is scaled by row `rows[r]` of `scales` (and of `zeros`),
-    column c by their column `columns[c]`; None where they have a column for each, or one for all.
+    `numbers(strip)` returns rows of stored numbers. Row r uses row `rows[r]` of `scales` and `zeros`; column c uses
+    their column `columns[c]`. With `columns` None they have one column per column, or one for all.
     """
     shape = (len(rows), num_columns)
     out = np.empty(shape[::-1] if transposed else shape, np.float32)
