@@ -29,7 +29,6 @@ from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
-from jdisagg.model.checkpoint import read_defaults
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.front import Front
 from jdisagg.policy.router.router import Router
@@ -45,27 +44,23 @@ from jdisagg.serve.cluster.profiles import RouterProfiles
 from jdisagg.serve.cluster.role_options import options_of
 from jdisagg.serve.cluster.router_node import FrontNode, RouterFronts, RouterNode
 from jdisagg.serve.deploy.assemble import (
+    OperationParts,
     Progress,
-    asked_observers,
-    autoscaling_of,
+    assemble,
     load_executors,
     router_config,
-    scaling_observers,
     shape_finder,
     warm,
     watch_experts,
 )
-from jdisagg.serve.deploy.compression_costs import post_compression_costs
 from jdisagg.serve.deploy.deployment import Deployment
-from jdisagg.serve.deploy.pools import Pools
 from jdisagg.serve.deploy.private_files import read_private
 from jdisagg.serve.driver.kv_moves import WorkerStores
 from jdisagg.serve.driver.local_service import LocalService
 from jdisagg.serve.driver.role_change import MeshReshaper
-from jdisagg.serve.driver.tier_stores import open_stores, post_found
-from jdisagg.serve.observability.cluster_view import holders_of
+from jdisagg.serve.driver.tier_stores import open_stores
 from jdisagg.serve.observability.metrics import Metrics
-from jdisagg.serve.observability.records import DebugState, Records, open_journal
+from jdisagg.serve.observability.records import Records, open_journal
 
 ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
 ROUTER_ROLE = "router"
@@ -289,11 +284,19 @@ def build_router(
     stores = open_stores(deployment, settings, machines)
     router = Router(config, [*own.values()], records.note)
     reshaper = reshaper_of(deployment, machines, node)
-    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts, reshaper)
-    post_found(service.driver, stores)
-    post_compression_costs(service.driver, deployment, machines)
+    service = assemble(
+        deployment,
+        settings,
+        tokenizer,
+        router,
+        {name: Worker(machine.config) for name, machine in machines.items()},
+        machines,
+        operation=operation_of(deployment, settings, node, router, records, stores, reshaper),
+        observers=(node.observe, fronts.observe),
+        remote=node,
+        standby_error=leadership.standby_error,
+    )
     node.driver = fronts.driver = service.driver
-    service.standby = leadership.standby_error
     return RouterProcess(service, node, control_server, profiles, leadership)
 
 
@@ -312,53 +315,31 @@ def locate_of(settings: Settings) -> Locate | None:
     return open_lease(settings.coordination, "", settings.peer_silence_s).leader if settings.coordination else None
 
 
-def _service(
+def operation_of(
     deployment: Deployment,
     settings: Settings,
-    tokenizer: Tokenizer,
     node: RouterNode,
     router: Router,
     records: Records,
     stores: Mapping[WorkerId, WorkerStores],
-    fronts: RouterFronts,
     reshaper: MeshReshaper | None,
-) -> LocalService:
+) -> OperationParts:
+    """Returns what the router's service is operated with: metrics, a journal, and views of the whole cluster."""
     configs = tuple(machine.config for machine in node.machines.values())
     metrics = node_metrics(deployment, settings, node)
-    journal = open_journal(
-        Header(router.config, configs, deployment.identity_line), settings.record_dir, metrics.journal_dropped
-    )
-    workers = {name: Worker(machine.config) for name, machine in node.machines.items()}
-    metrics.watch_pools(workers)
-    debug = DebugState(records, node.transfer_stats, node.places, partial(holders_of, {**workers, ROUTER: router}))
-    scaling = autoscaling_of(settings, configs, lambda: node.options, metrics)
+    header = Header(router.config, configs, deployment.identity_line)
     times = {} if reshaper is None else reshaper.times
-    return LocalService(
-        router,
-        workers,
-        node.machines,
-        model_name=deployment.model_name,
-        model_config=deployment.model,
-        fingerprint=deployment.identity.short,
-        max_model_len=deployment.max_model_len,
-        tokenizer=tokenizer,
-        sampling_defaults=read_defaults(deployment.model_folder).sampling,
-        observers=(
-            *(journal.observe, metrics.observe, *scaling_observers(scaling)),
-            *asked_observers(records, deployment, settings),
-            *(node.observe, fronts.observe),
-        ),
-        metrics=metrics,
-        journal=journal,
-        debug_state=debug if settings.debug_keep else None,
-        recompiles=node.recompiles,
-        remote=node,
-        able=lambda: node.able,
-        reshaper=reshaper,
-        pools=lambda driver: Pools(
-            driver.post, node.places, lambda: node.options, lambda: {**node.reshape_times, **times}, scaling
-        ),
-        stores=stores,
+    return OperationParts(
+        metrics,
+        open_journal(header, settings.record_dir, metrics.journal_dropped),
+        records,
+        stores,
+        reshaper,
+        node.recompiles,
+        node.places,
+        options=lambda: node.options,
+        transfer_stats=node.transfer_stats,
+        reshape_times=lambda: {**node.reshape_times, **times},
     )
 
 
@@ -393,20 +374,8 @@ def build_front(deployment: Deployment, settings: Settings) -> FrontProcess:
     node = FrontNode(f"front-{secrets.token_hex(3)}")
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(deployment.model_name, compat=compat)
-    service = LocalService(
-        Front(settings.router_grace_s),
-        {},
-        {},
-        model_name=deployment.model_name,
-        model_config=deployment.model,
-        fingerprint=deployment.identity.short,
-        max_model_len=deployment.max_model_len,
-        tokenizer=tokenizer,
-        sampling_defaults=read_defaults(deployment.model_folder).sampling,
-        observers=(metrics.observe,),
-        metrics=metrics,
-        remote=node,
-        able=lambda: node.able,
+    service = assemble(
+        deployment, settings, tokenizer, Front(settings.router_grace_s), {}, {}, metrics=metrics, remote=node
     )
     node.driver = service.driver
     identity, heartbeat = identity_of(deployment, settings), heartbeat_of(settings)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
 from jdisagg import __version__
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.journal import Header
+from jdisagg.core.events import ROUTER
+from jdisagg.core.journal import Header, Journal
 from jdisagg.core.layout.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import AS_ACTIVATIONS, SCALED, ModelConfig, WeightFormat
 from jdisagg.core.request import WorkerId, adapter_sizes
@@ -40,16 +42,18 @@ from jdisagg.serve.deploy.deployment import AUTO, STORED, Deployment, WorkerShap
 from jdisagg.serve.deploy.deployment import shapes_of as shapes_of_place
 from jdisagg.serve.deploy.pools import Place, Pools, place_of
 from jdisagg.serve.driver.autoscaling import FLIP, OFF, Autoscaling
-from jdisagg.serve.driver.driver import Observer
-from jdisagg.serve.driver.executors import JointProgress, Progress, side_by_side
+from jdisagg.serve.driver.driver import Actor, Observer
+from jdisagg.serve.driver.executors import JointProgress, Progress, RemoteWorkers, side_by_side
+from jdisagg.serve.driver.kv_moves import WorkerStores
 from jdisagg.serve.driver.local_service import LocalService
-from jdisagg.serve.driver.role_change import Choice, ChoiceMemory, MeshReshaper, choices_folder
+from jdisagg.serve.driver.role_change import Choice, ChoiceMemory, MeshReshaper, ReshapeTimes, choices_folder
+from jdisagg.serve.driver.service import NotLeader
 from jdisagg.serve.driver.tier_stores import open_stores, post_found
 from jdisagg.serve.frontends.adapters import adapters_of
 from jdisagg.serve.frontends.grammars import grammars_of
 from jdisagg.serve.observability.cluster_view import holders_of
 from jdisagg.serve.observability.metrics import Metrics
-from jdisagg.serve.observability.records import DebugState, Records, open_journal, transfer_stats_of
+from jdisagg.serve.observability.records import DebugState, Records, TransferStats, open_journal, transfer_stats_of
 
 # What the matrices of a run are to hold, decided when they are loaded: asked for, or measured where that is
 # "auto".
@@ -152,18 +156,80 @@ def build(
     config, records = router_config(settings), Records(settings.debug_keep)
     header = Header(config, deployment.workers, deployment.identity_line)
     journal = open_journal(header, settings.record_dir, metrics.journal_dropped)
+    router = Router(config, deployment.workers, records.note)
     workers = {config.worker: Worker(config) for config in deployment.workers}
     machines.update(load_executors(deployment, settings, devices, told=told))
     stores = open_stores(deployment, settings, machines)
     warm(machines, progress)  # last, so that a wrong setting does not cost it
-    metrics.watch_pools(workers)
-    places, able = partial(places_of, machines), worker_shapes(deployment, settings)
+    able = worker_shapes(deployment, settings)
     reshaper = MeshReshaper(machines, shape_finder(able))
-    debug = DebugState(records, lambda: transfer_stats_of(workers), places, partial(holders_of, workers))
-    scaling = autoscaling_of(settings, deployment.workers, lambda: able, metrics)
-    asked = (*scaling_observers(scaling), *asked_observers(records, deployment, settings))
-    service = LocalService(
-        Router(config, deployment.workers, records.note),
+    operation = OperationParts(
+        metrics,
+        journal,
+        records,
+        stores,
+        reshaper,
+        recompiles,
+        places=partial(places_of, machines),
+        options=lambda: able,
+        transfer_stats=lambda: transfer_stats_of(workers),
+        reshape_times=lambda: reshaper.times,
+    )
+    return assemble(
+        deployment, settings, tokenizer, router, workers, machines, operation=operation, observers=observers
+    )
+
+
+@dataclass(frozen=True)
+class OperationParts:
+    """The parts of a service that has a router and is operated: metrics, journal, tiers, and views of all workers.
+
+    The functions return the state of the workers of all processes.
+    """
+
+    metrics: Metrics
+    journal: Journal
+    records: Records
+    stores: Mapping[WorkerId, WorkerStores]
+    reshaper: MeshReshaper | None
+    recompiles: Callable[[], int]
+    places: Callable[[], list[Place]]
+    options: Callable[[], Mapping[WorkerId, WorkerShapes]]  # the roles and shapes that each worker can have
+    transfer_stats: Callable[[], TransferStats]
+    reshape_times: Callable[[], Mapping[WorkerId, ReshapeTimes]]
+
+
+class RemoteNode(RemoteWorkers, Protocol):
+    """The connection to other processes, and if their workers and ours can serve requests."""
+
+    @property
+    def able(self) -> bool:
+        """True if every phase has a worker, here or elsewhere."""
+        ...
+
+
+def assemble(
+    deployment: Deployment,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    router: Actor,
+    workers: Mapping[WorkerId, Worker],
+    machines: Mapping[WorkerId, MeshExecutor],
+    *,
+    metrics: Metrics | None = None,
+    operation: OperationParts | None = None,
+    observers: Sequence[Observer] = (),
+    remote: RemoteNode | None = None,
+    standby_error: Callable[[], NotLeader | None] = lambda: None,
+) -> LocalService:
+    """Returns the service of these actors and executors, not started yet.
+
+    Without `operation` the service has neither tiers nor a journal, and no roles can be changed. `metrics` is for such
+    a service; `operation` has its own. `remote` reaches the workers of other processes. Raises ConfigError.
+    """
+    shared = partial(
+        LocalService,
+        router,
         workers,
         machines,
         model_name=deployment.model_name,
@@ -172,16 +238,33 @@ def build(
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,
-        observers=(journal.observe, metrics.observe, *asked, *observers),
-        metrics=metrics,
-        journal=journal,
-        debug_state=debug if settings.debug_keep else None,
-        recompiles=recompiles,
-        reshaper=reshaper,
-        pools=lambda driver: Pools(driver.post, places, lambda: able, lambda: reshaper.times, scaling),
-        stores=stores,
+        remote=remote,
+        able=None if remote is None else lambda: remote.able,
+        standby_error=standby_error,
     )
-    post_found(service.driver, stores)
+    if operation is None:
+        own = () if metrics is None else (metrics.observe,)
+        return shared(metrics=metrics, observers=(*own, *observers))
+    metrics, records = operation.metrics, operation.records
+    metrics.watch_pools(workers)
+    scaling = autoscaling_of(settings, [each.config for each in machines.values()], operation.options, metrics)
+    holders = partial(holders_of, {**workers, ROUTER: router})
+    debug = DebugState(records, operation.transfer_stats, operation.places, holders)
+    service = shared(
+        observers=(
+            *(operation.journal.observe, metrics.observe, *scaling_observers(scaling)),
+            *asked_observers(records, deployment, settings),
+            *observers,
+        ),
+        metrics=metrics,
+        journal=operation.journal,
+        debug_state=debug if settings.debug_keep else None,
+        recompiles=operation.recompiles,
+        reshaper=operation.reshaper,
+        pools=lambda driver: Pools(driver.post, operation.places, operation.options, operation.reshape_times, scaling),
+        stores=operation.stores,
+    )
+    post_found(service.driver, operation.stores)
     post_compression_costs(service.driver, deployment, machines)
     return service
 

@@ -56,8 +56,6 @@ class Mailbox:
 class LocalService:
     """Implements `Service` over a `LiveDriver` that it starts and stops."""
 
-    standby: Callable[[], NotLeader | None] | None = None  # the error of every request while the router does not lead
-
     def __init__(
         self,
         router: Actor,
@@ -80,6 +78,7 @@ class LocalService:
         reshaper: Reshaper | None = None,
         pools: Callable[[LiveDriver], Pools] = lambda driver: NO_POOLS,
         stores: Mapping[WorkerId, WorkerStores] = NO_STORES,
+        standby_error: Callable[[], NotLeader | None] = lambda: None,
     ) -> None:
         """`metrics`, `journal` and the records of `debug_state` are among the observers; here they are for the fronts.
 
@@ -108,6 +107,7 @@ class LocalService:
         )
         self.pools = pools(self.driver)
         self._able, self._others_may_join = able or (lambda: self.driver.able), remote is not None
+        self._standby_error = standby_error
 
     def _stood(self, effect: WorkerStands) -> None:
         self.pools.stood(effect)
@@ -116,9 +116,6 @@ class LocalService:
     def ready(self) -> bool:
         """True where requests are answered; a standby router answers them with the leader's address."""
         return self._open and (self._able() or self._standby_error() is not None)
-
-    def _standby_error(self) -> NotLeader | None:
-        return None if self.standby is None else self.standby()
 
     @property
     def _open(self) -> bool:
