@@ -1,4 +1,4 @@
-"""What each process of a deployment would hold and listen at, by arithmetic alone: nothing is loaded or bound."""
+"""Computes each process's devices, memory, ports and command of a deployment, without loading or binding anything."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jdisagg.serve.deploy.deployment import AUTO, Deployment
 from jdisagg.serve.deploy.memory import Budget
 
 OWN_ADDRESS = "ADDRESS"  # a placeholder for the address of the host that the process runs on
-HERE = "ROUTER"  # whoever reads puts the router's host in its place
+HERE = "ROUTER"  # a placeholder for the host of the router
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process: its roles, its workers, and its rank where it is one of a group of `size`."""
+    """One process: its roles, its workers, and its rank if it belongs to a group of `size` processes."""
 
     roles: tuple[str, ...]
     places: tuple[WorkerMesh, ...]
@@ -33,22 +33,22 @@ class ProcessPlan:
     size: int = 1
 
     def devices(self, place: WorkerMesh) -> range:
-        """Its own of the worker's, which are dealt to ranks one run each."""
+        """Returns the process's share of a worker's devices: ranks get consecutive ranges of equal length."""
         share = len(place.device_ids) // self.size
         return place.device_ids[self.rank * share : (self.rank + 1) * share]
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """A deployment, on devices of `platform`."""
+    """The plan of a deployment on devices of `platform`, printed by --dry_run."""
 
     deployment: Deployment
     settings: Settings
     platform: str
-    group: GroupPlace | None = None  # of this process, which says how large its role's groups are
+    group: GroupPlace | None = None  # of this process; its size counts for all groups of the role
 
     def processes(self) -> list[ProcessPlan]:
-        """All of the deployment. Raises ConfigError where a worker cannot be dealt to a group."""
+        """Returns all processes. Raises ConfigError if a worker's devices cannot be split over its group."""
         places = self.deployment.mesh.workers()
         if self.settings.role == ALL_ROLES:
             return [ProcessPlan((ALL_ROLES,), places)]
@@ -75,7 +75,7 @@ class DryRun:
                 yield ProcessPlan(roles, (place,), rank, size)
 
     def lines(self) -> Iterator[str]:
-        """For people, a paragraph a process."""
+        """Yields the report's lines, one paragraph per process."""
         for process in self.processes():
             yield ""
             rank = f", rank {process.rank} of {process.size}" if process.size > 1 else ""
@@ -108,9 +108,9 @@ class DryRun:
         yield f"    whole: {size_text(weights_bytes)} of weights, {size_text(kv_bytes)} of KV in {pages}"
 
     def stage_bytes(self, place: WorkerMesh) -> list[tuple[range, int, int]]:
-        """Of each stage its layers, and on a device bytes of weights and layers of pages, a ring's padding among them.
+        """Returns each stage's layers, weight bytes per device, and layers of pages with a ring's padding.
 
-        What loading would choose for counts as --dtype.
+        A weight dtype that only loading decides counts as --dtype.
         """
         whole = self.deployment
         weights = replace(whole.weights, dtype=AS_ACTIVATIONS) if whole.weights.dtype == AUTO else whole.weights
@@ -121,7 +121,7 @@ class DryRun:
         return [(run, held, len(run)) for run, held in found]
 
     def _page_bytes(self, place: WorkerMesh) -> int:
-        """A page of one layer on one device."""
+        """Returns bytes of a page of one layer on one device."""
         return self.deployment.layout(place.role).layer_page_bytes(place.tp)
 
     def _ports(self, process: ProcessPlan) -> Iterator[str]:
@@ -145,22 +145,22 @@ class DryRun:
         return f"{OWN_ADDRESS}:0" if is_standard else self.settings.kv_listen
 
     def command(self, process: ProcessPlan) -> str:
-        """The process's own."""
+        """Returns the command line that starts the process."""
         standard = Settings()
-        told: dict[str, Any] = {each.name: getattr(self.settings, each.name) for each in fields(Settings)}
-        told |= {"role": ",".join(process.roles), "router": "", "group_rank": -1}
+        flags: dict[str, Any] = {each.name: getattr(self.settings, each.name) for each in fields(Settings)}
+        flags |= {"role": ",".join(process.roles), "router": "", "group_rank": -1}
         if ROUTER_ROLE not in process.roles and ALL_ROLES not in process.roles:
             found = self.settings.router or f"{HERE}:{self.settings.control_port}"
-            told["router"] = "" if self.settings.coordination else found
-            told["kv_listen"] = self._kv_listen() if process.places else self.settings.kv_listen
+            flags["router"] = "" if self.settings.coordination else found
+            flags["kv_listen"] = self._kv_listen() if process.places else self.settings.kv_listen
         if process.size > 1 and self.group is not None:
             place = process.places[0].worker
             group = self.group.group if len(self._places(process.roles)) == 1 else place
-            told |= {"group": group, "group_size": process.size, "group_rank": process.rank}
-            told["coordinator"] = self.group.coordinator
+            flags |= {"group": group, "group_size": process.size, "group_rank": process.rank}
+            flags["coordinator"] = self.group.coordinator
         else:
-            told |= {"group": "", "group_size": 0, "coordinator": ""}
-        given = {name: value for name, value in told.items() if value != getattr(standard, name)}
+            flags |= {"group": "", "group_size": 0, "coordinator": ""}
+        given = {name: value for name, value in flags.items() if value != getattr(standard, name)}
         return shlex.join(["python", "-m", "jdisagg.launch", *as_flags(**given)])
 
 

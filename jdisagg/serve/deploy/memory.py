@@ -1,4 +1,4 @@
-"""How much KV a worker's devices hold beside its weights."""
+"""Computes how many KV pages a worker's devices hold beside its weights; sets up the garbage collector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.model.draft_head import HeadConfig, head_bytes
 from jdisagg.model.weight_bytes import adapter_bytes, ring_shard_bytes, shard_bytes
 
-CPU_KV_BYTES = 1 << 30  # of each worker, where --kv_tokens does not say
+CPU_KV_BYTES = 1 << 30  # per worker on CPUs, unless --kv_tokens is given
 
 
 class NoRoom(MeshError):
@@ -24,30 +24,32 @@ class NoRoom(MeshError):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What is to be held, and one device's memory in bytes (None on the CPU: the host's is shared).
+    """The contents of a worker's devices, and one device's memory in bytes (None on the CPU: host memory is shared).
 
-    Matrices that only loading finds to be better left full take of what --hbm_fraction leaves over.
+    Matrices that loading keeps in full precision use memory that --hbm_fraction leaves free.
     """
 
     model: ModelConfig
-    layers: tuple[range, ...]  # of the decode stages
+    layers: tuple[range, ...]  # layers of each decode stage
     dtype: str  # of activations
     weights: WeightFormat
     device_bytes: int | None
-    draft: ModelConfig | HeadConfig | None = None  # that guesses, beside the last stage
-    draft_kept: bool = False  # whether it stands beside prefill workers too
+    draft: ModelConfig | HeadConfig | None = None  # the draft model or head, on the devices of the last stage
+    draft_kept: bool = False  # True if prefill workers keep the draft's KV too
 
     def of(self, place: WorkerMesh, mesh: MeshSpec) -> Budget:
-        """The worker's part, where it shares a device with others."""
+        """Returns the budget of one worker, which is less if workers share a device."""
         if self.device_bytes is None or place.platform == "cpu":
             return replace(self, device_bytes=None)
-        on = mesh.on_device()
-        shares = max(len(on[device]) for device in place.device_ids)
+        workers_on = mesh.on_device()
+        shares = max(len(workers_on[device]) for device in place.device_ids)
         return replace(self, device_bytes=self.device_bytes // shares)
 
     def stages(self, place: WorkerMesh) -> list[tuple[range, int]]:
-        """Layers and bytes of weights of one device of each stage; without stages a prefill worker's devices hold all
-        layers, in as many groups as there are decode stages, and of tied tables one for each end.
+        """Returns each stage's layers and bytes of weights per device.
+
+        Devices of a prefill worker without stages hold all layers, in as many layer groups as there are decode stages,
+        and tied embeddings twice, for the first and the last group.
         """
         if place.schedule is Schedule.RING:
             cut = ring_cut(self.model, place.pp)
@@ -61,7 +63,7 @@ class Budget:
 
 
 def num_pages(settings: Settings, slots: int, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:
-    """Pages of one worker's pool: what --kv_tokens says, else every slot's longest sequence as far as memory goes."""
+    """Returns pages of one worker's pool: --kv_tokens, else the longest sequence for every slot, as memory allows."""
     wanted = slots * kv.pages_for(longest)
     if settings.kv_tokens:
         pages = kv.pages_for(settings.kv_tokens)
@@ -78,23 +80,23 @@ def num_pages(settings: Settings, slots: int, place: WorkerMesh, kv: KVLayout, l
 
 
 def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longest: int, budget: Budget) -> int:
-    """Pages that the fullest of the worker's devices holds beside its weights."""
+    """Returns the pages that the fullest of the worker's devices holds beside its weights. Raises NoRoom."""
     assert budget.device_bytes is not None
     allowed, found = int(budget.device_bytes * settings.hbm_fraction), []
     stages = budget.stages(place)
     for number, (layers, held_bytes) in enumerate(stages, 1):
         held_bytes += adapter_bytes(settings, budget.model, layers, place.tp, budget.dtype)  # noqa: PLW2901
         page_bytes = len(layers) * kv.layer_page_bytes(place.tp)
-        of_draft = 0
+        draft_bytes = 0
         if isinstance(budget.draft, HeadConfig) and number == len(stages):
-            of_draft = head_bytes(budget.draft, place.tp, budget.dtype)
+            draft_bytes = head_bytes(budget.draft, place.tp, budget.dtype)
             page_bytes += kv.layer_page_bytes(place.tp)
         elif _has_draft(budget, place) and isinstance(budget.draft, ModelConfig) and number == len(stages):
-            of_draft = shard_bytes(budget.draft, range(budget.draft.num_layers), place.tp, budget.dtype, AS_MADE)
+            draft_bytes = shard_bytes(budget.draft, range(budget.draft.num_layers), place.tp, budget.dtype, AS_MADE)
             dtype = budget.dtype if kv.scaled else kv.dtype
             small = KVLayout.of(budget.draft, kv.page_size, dtype, kv.tiled)
             page_bytes += small.held_page_bytes(place.tp) // place.tp
-        found.append(((allowed - held_bytes - of_draft) // page_bytes, held_bytes + of_draft))
+        found.append(((allowed - held_bytes - draft_bytes) // page_bytes, held_bytes + draft_bytes))
     pages, held_bytes = min(found)
     if pages < kv.pages_for(longest):
         raise NoRoom(
@@ -112,15 +114,17 @@ def _has_draft(budget: Budget, place: WorkerMesh) -> bool:
 
 # Python's garbage collector in a process that serves.
 
-# Containers that are there more than at the last collection, and younger collections before an older one. A step of
-# hundreds of rows makes and drops more than Python's 700 at once: they were looked through over and over, and every
-# few hundred dispatches all of them, for 20 ms and more on whichever thread made the last.
+# New containers that start a collection of the youngest generation, and younger collections per older one. A step of
+# hundreds of rows allocates and frees more than Python's default of 700 containers, so the defaults collected very
+# often. Every few hundred dispatches a full collection blocked the allocating thread for 20 ms or more.
 THRESHOLDS = 10_000, 10, 20
 
 
-def settle() -> None:
-    """All is loaded and compiled: what is there stays, and is looked through no more. A full collection looked through
-    JAX's million objects too: streams stood still for most of a second."""
+def freeze_gc() -> None:
+    """Freezes the garbage collector's current objects, once all is loaded and compiled.
+
+    Without it a full collection visits JAX's million objects and blocks streams for most of a second.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

@@ -1,4 +1,4 @@
-"""When the last steps of this process's workers ran: from the plan's way to its executor until its results were read.
+"""Times of the last steps of this process's workers, from dispatch until the results were read.
 
 Written on the driver's thread, read from any other.
 """
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from jdisagg.core.steps import StepPlan
 
-KEPT = 4096  # steps that ended, and at most as many that never do
+KEPT = 4096  # ended steps, and at most as many that have not ended
 
 
 @dataclass(frozen=True, slots=True)
 class RanStep:
-    """One step. Several of a worker overlap: the next ones are dispatched before the first is read."""
+    """One step of a worker. Steps overlap, because the next one is dispatched before the first is read."""
 
     worker: str
     step_id: int
@@ -23,7 +23,7 @@ class RanStep:
     ended_s: float
     chunk_tokens: int
     rows: int
-    microbatch: int | None  # of its rows; None: it had none
+    microbatch: int | None  # of its decode rows; None without any
 
 
 class StepLog:
@@ -48,5 +48,5 @@ class StepLog:
             self._done.append(RanStep(worker, step_id or 0, began_s, now_s, tokens, rows, microbatch))
 
     def since(self, at_s: float) -> list[RanStep]:
-        """Those that ended after `at_s`."""
+        """Returns the steps that ended at `at_s` or later."""
         return [step for step in list(self._done) if step.ended_s >= at_s]
