@@ -9,7 +9,7 @@ from datetime import date
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -201,15 +201,6 @@ class OperationParts:
     reshape_times: Callable[[], Mapping[WorkerId, ReshapeTimes]]
 
 
-class RemoteNode(RemoteWorkers, Protocol):
-    """The connection to other processes, and if their workers and ours can serve requests."""
-
-    @property
-    def able(self) -> bool:
-        """True if every phase has a worker, here or elsewhere."""
-        ...
-
-
 def assemble(
     deployment: Deployment,
     settings: Settings,
@@ -221,13 +212,15 @@ def assemble(
     metrics: Metrics | None = None,
     operation: OperationParts | None = None,
     observers: Sequence[Observer] = (),
-    remote: RemoteNode | None = None,
+    remote: RemoteWorkers | None = None,
+    able: Callable[[], bool] | None = None,
     standby_error: Callable[[], NotLeader | None] = lambda: None,
 ) -> LocalService:
     """Returns the service of these actors and executors, not started yet.
 
     Without `operation` the service has neither tiers nor a journal, and no roles can be changed. `metrics` is for such
-    a service; `operation` has its own. `remote` reaches the workers of other processes. Raises ConfigError.
+    a service; `operation` has its own. `remote` reaches the workers of other processes, and `able` then returns True if
+    every phase has a worker. Raises ConfigError.
     """
     shared = partial(
         LocalService,
@@ -241,7 +234,7 @@ def assemble(
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,
         remote=remote,
-        able=None if remote is None else lambda: remote.able,
+        able=able,
         standby_error=standby_error,
     )
     if operation is None:

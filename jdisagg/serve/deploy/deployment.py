@@ -417,7 +417,7 @@ def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: 
     layers = own_layers(model, stages, place)
     kept, draft = deployment.draft_pages, deployment.draft[1] if deployment.draft else None
     held = deployment.weights, deployment.device_bytes, draft
-    budget = Budget(model, stages, deployment.dtype_of(place.role), *held, draft_kept=kept is not None)
+    budget = Budget(model, stages, deployment.dtype_of(place.role), *held, is_draft_kept=kept is not None)
     longest = deployment.max_model_len
     pages = num_pages(
         settings, deployment.sizes.max_num_seqs, place, layout, longest, budget.of(place, deployment.mesh)

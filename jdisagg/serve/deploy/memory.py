@@ -35,7 +35,7 @@ class Budget:
     weights: WeightFormat
     device_bytes: int | None
     draft: ModelConfig | HeadConfig | None = None  # the draft model or head, on the devices of the last stage
-    draft_kept: bool = False  # True if prefill workers keep the draft's KV too
+    is_draft_kept: bool = False  # True if prefill workers keep the draft's KV too
 
     def of(self, place: WorkerMesh, mesh: MeshSpec) -> Budget:
         """Returns the budget of one worker, which is less if workers share a device."""
@@ -109,7 +109,7 @@ def _pages_of_memory(settings: Settings, place: WorkerMesh, kv: KVLayout, longes
 
 
 def _has_draft(budget: Budget, place: WorkerMesh) -> bool:
-    return place.role.decodes or budget.draft_kept
+    return place.role.decodes or budget.is_draft_kept
 
 
 # Python's garbage collector in a process that serves.

@@ -33,7 +33,7 @@ class Landed:
 
     shipment: Shipment
     event: KVArrived
-    checked: bool = False
+    is_checked: bool = False
 
 
 Inward = Event | Landed | PagesRead  # an input of an actor; the last two go to its executor first
@@ -175,7 +175,7 @@ class Executors:
 
         The worker then inserts or drops the part (`insert`, `drop`); until then its bytes are in no page.
         """
-        if not landed.checked:
+        if not landed.is_checked:
             try:
                 check = self.by_worker[actor].check(landed.shipment) if landed.event.intact else None
             except Exception as error:
@@ -190,7 +190,7 @@ class Executors:
     def _read_verdict(self, actor: WorkerId, landed: Landed, verdict: Callable[[], bool]) -> None:
         try:
             event = replace(landed.event, intact=verdict())
-            self._inbox.post(actor, Landed(landed.shipment, event, checked=True))
+            self._inbox.post(actor, Landed(landed.shipment, event, is_checked=True))
         except Exception as error:
             self._inbox.post(actor, failure_of(actor, error, transfer=landed.event.transfer))
 

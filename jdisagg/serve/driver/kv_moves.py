@@ -47,7 +47,7 @@ class PagesRead:
 
     shipment: Shipment
     event: PagesMoved
-    checked: bool = False
+    is_checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class TierMoves:
 
     def landed(self, actor: WorkerId, read: PagesRead) -> PagesMoved | None:
         """Returns the event for pages that were read; None while their digests are compared on the devices."""
-        if not read.checked:
+        if not read.is_checked:
             try:
                 check = self._machine(actor).check(read.shipment)
             except Exception as error:
@@ -229,7 +229,7 @@ class TierMoves:
     def _read_verdict(self, actor: WorkerId, read: PagesRead, verdict: Callable[[], bool]) -> None:
         try:
             event = read.event if verdict() else replace(read.event, good=(False,) * len(read.event.good), num_bytes=0)
-            self._inbox.post(actor, PagesRead(read.shipment, event, checked=True))
+            self._inbox.post(actor, PagesRead(read.shipment, event, is_checked=True))
         except Exception as error:
             self._inbox.post(actor, _failed_move(read.event.move, error))
 

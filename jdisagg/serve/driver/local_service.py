@@ -119,10 +119,10 @@ class LocalService:
     @property
     def ready(self) -> bool:
         """True if requests are answered; a standby router answers them with the leader's address."""
-        return self._open and (self._able() or self._standby_error() is not None)
+        return self._is_open and (self._able() or self._standby_error() is not None)
 
     @property
-    def _open(self) -> bool:
+    def _is_open(self) -> bool:
         return self.driver.alive and not (self.why_dead or self.draining)
 
     @property
@@ -166,7 +166,7 @@ class LocalService:
 
     async def stream(self, request: Request) -> AsyncGenerator[Update]:
         """Yields the updates of one request, as `Service.stream`."""
-        if not (self.ready or (self._open and self._others_may_join)):  # requests queue until a worker joins
+        if not (self.ready or (self._is_open and self._others_may_join)):  # requests queue until a worker joins
             raise Draining(UNREADY)
         if (not_leader := self._standby_error()) is not None:
             raise not_leader

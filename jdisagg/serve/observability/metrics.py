@@ -60,7 +60,7 @@ class RequestTimes:
     """The times of one request between Submit and its end."""
 
     request: Request
-    started: bool = False  # True once a prefill step had the request
+    has_started: bool = False  # True once a prefill step had the request
     first_s: float | None = None
     last_s: float = 0.0
     num_output: int = 0
@@ -134,7 +134,7 @@ class RequestMetrics:
 
     def adapters(self) -> tuple[list[str], list[str]]:
         """Returns the adapter names of running and of waiting requests. Safe from any thread."""
-        used = [(times.request.sampling.adapter, times.started) for times in [*self._running.values()]]
+        used = [(times.request.sampling.adapter, times.has_started) for times in [*self._running.values()]]
         return [each.name for each, on in used if each and on], [each.name for each, on in used if each and not on]
 
     def _submit(self, actor: str, item: Submit, now_s: float) -> None:
@@ -152,8 +152,8 @@ class RequestMetrics:
             self._start(self._running.get(item.message.attempt.request_id))
 
     def _start(self, times: RequestTimes | None) -> None:
-        if times is not None and not times.started:
-            times.started = True
+        if times is not None and not times.has_started:
+            times.has_started = True
             self._waiting -= 1
 
     def _emit(self, actor: str, item: EmitTokens, now_s: float) -> None:
