@@ -389,8 +389,8 @@ class KubernetesLease:
         if record is None:
             status, reply = self._ask("POST", "", document)
         else:
-            kept = record["metadata"]
-            document["metadata"] = kept | {"annotations": (kept.get("annotations") or {}) | annotations}
+            metadata = record["metadata"]
+            document["metadata"] = metadata | {"annotations": (metadata.get("annotations") or {}) | annotations}
             status, reply = self._ask("PUT", f"/{self._name}", document)
         if status in (404, 409):
             return False

@@ -43,7 +43,7 @@ from jdisagg.serve.cluster.profiles import RouterProfiles
 from jdisagg.serve.cluster.role_options import options_of
 from jdisagg.serve.cluster.router_node import FrontNode, RouterFronts, RouterNode
 from jdisagg.serve.deploy.assemble import (
-    OperationParts,
+    OperationSpec,
     Progress,
     assemble,
     load_executors,
@@ -85,7 +85,7 @@ def roles_of(settings: Settings) -> frozenset[str]:
 
 
 def check_coordination(settings: Settings, roles: frozenset[str]) -> None:
-    """Raises ConfigError where the router cannot be found by --router or --coordination, or is named twice."""
+    """Raises ConfigError if --router and --coordination name the router not at all, twice, or as several."""
     if "," in settings.router:
         raise ConfigError(
             f"--router={settings.router} names several routers: leave it out, and give every process the same"
@@ -329,13 +329,13 @@ def operation_of(
     records: Records,
     stores: Mapping[WorkerId, WorkerStores],
     reshaper: MeshReshaper | None,
-) -> OperationParts:
+) -> OperationSpec:
     """Returns what the router's service is operated with: metrics, a journal, and views of the whole cluster."""
     configs = tuple(machine.config for machine in node.machines.values())
     metrics = node_metrics(deployment, settings, node)
     header = Header(router.config, configs, deployment.identity_line)
     times = {} if reshaper is None else reshaper.times
-    return OperationParts(
+    return OperationSpec(
         metrics,
         open_journal(header, settings.record_dir, metrics.journal_dropped),
         records,

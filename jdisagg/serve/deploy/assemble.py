@@ -72,13 +72,13 @@ def choose_weights(
     `report` is called with one line about a decision. A measurement is remembered in `folder`, if there is one, so that
     the next start serves the same weights.
     """
-    asked = deployment.weight_dtype
-    if asked in SCALED and settings.weight_dtype in (AUTO, STORED):
+    dtype = deployment.weight_dtype
+    if dtype in SCALED and settings.weight_dtype in (AUTO, STORED):
         weights = deployment.weights
         report(f"{weights}, as the checkpoint stores them{kept_experts(deployment.model, weights, deployment.dtype)}")
         return weights
-    if asked != AUTO and asked not in SCALED:
-        return WeightFormat(asked)
+    if dtype != AUTO and dtype not in SCALED:
+        return WeightFormat(dtype)
     memory = ChoiceMemory.of(deployment, folder)
     choice, when = memory.find(), "measured"
     if choice is None:
@@ -116,8 +116,8 @@ def kept_experts(model: ModelConfig, weights: WeightFormat, dtype: str) -> str:
 
 
 def _described_loss(loss: Loss) -> tuple[WeightFormat, str]:
-    kept = f"; full stay {', '.join(sorted(loss.weights.full))}" if loss.weights.full else ""
-    return loss.weights, f"{loss.weights.dtype}: {described(loss)}{kept}"
+    full_text = f"; full stay {', '.join(sorted(loss.weights.full))}" if loss.weights.full else ""
+    return loss.weights, f"{loss.weights.dtype}: {described(loss)}{full_text}"
 
 
 def described(loss: Loss) -> str:
@@ -165,7 +165,7 @@ def build(
     warm(machines, progress)  # last, so that wrong settings fail before the slow part
     able = worker_shapes(deployment, settings)
     reshaper = MeshReshaper(machines, shape_finder(able))
-    operation = OperationParts(
+    operation = OperationSpec(
         metrics,
         journal,
         records,
@@ -183,7 +183,7 @@ def build(
 
 
 @dataclass(frozen=True)
-class OperationParts:
+class OperationSpec:
     """The parts of a service that has a router and is operated: metrics, journal, tiers, and views of all workers.
 
     The functions return the state of the workers of all processes.
@@ -210,7 +210,7 @@ def assemble(
     machines: Mapping[WorkerId, MeshExecutor],
     *,
     metrics: Metrics | None = None,
-    operation: OperationParts | None = None,
+    operation: OperationSpec | None = None,
     observers: Sequence[Observer] = (),
     remote: RemoteWorkers | None = None,
     able: Callable[[], bool] | None = None,
@@ -335,9 +335,9 @@ def asked_observers(records: Records, deployment: Deployment, settings: Settings
 
     Raises ConfigError without the OpenTelemetry package.
     """
-    kept = (records.observe,) if settings.debug_keep else ()
+    recording = (records.observe,) if settings.debug_keep else ()
     if not settings.otlp_endpoint:
-        return kept
+        return recording
     try:
         otlp = import_module("jdisagg.serve.observability.otlp")
     except ImportError as error:
@@ -347,7 +347,7 @@ def asked_observers(records: Records, deployment: Deployment, settings: Settings
         ) from error
     exporter = otlp.Exporter(settings.otlp_endpoint)
     atexit.register(exporter.close)
-    return (*kept, otlp.Tracer(otlp.Source.of(deployment.model_name, __version__), exporter.put).observe)
+    return (*recording, otlp.Tracer(otlp.Source.of(deployment.model_name, __version__), exporter.put).observe)
 
 
 def load_executors(
@@ -379,9 +379,9 @@ def load_executors(
     def load(name: WorkerId, config: WorkerConfig) -> MeshExecutor:
         place = deployment.place(name)
         own_devices = [device_by_id[device] for device in place.device_ids]
-        what = deployment.model, source, deployment.layout(config.role), deployment.layers_of(place)
+        contents = deployment.model, source, deployment.layout(config.role), deployment.layers_of(place)
         dtype = jnp.dtype(deployment.dtype_of(config.role))
-        return kind(config, *what, own_devices, dtype, weights, grammars, draft=draft)
+        return kind(config, *contents, own_devices, dtype, weights, grammars, draft=draft)
 
     machines = side_by_side([partial(load, *each) for each in own.items()])
     deployment.files.check_unchanged()
@@ -395,8 +395,8 @@ def draft_of(deployment: Deployment, settings: Settings, source: WeightSource) -
     folder, config = deployment.draft
     if isinstance(config, HeadConfig):
         return HeadModel(HFSource(folder), config, source)
-    opened, kept = open_source(folder, settings.load_format, config, settings.seed), deployment.draft_pages
-    return DraftModel(opened, config) if kept is None else DraftModel(opened, config, kept.name)
+    opened, pages = open_source(folder, settings.load_format, config, settings.seed), deployment.draft_pages
+    return DraftModel(opened, config) if pages is None else DraftModel(opened, config, pages.name)
 
 
 def warm(
@@ -410,7 +410,7 @@ def warm(
 
     def warm_one(worker: WorkerId, machine: MeshExecutor) -> None:
         peers = decoders if machine.config.role is Role.PREFILL else []
-        machine.warm(partial(joint.tell, worker), peers, more=remote_programs(machine))
+        machine.warm(partial(joint.report, worker), peers, more=remote_programs(machine))
 
     try:
         side_by_side([partial(warm_one, *each) for each in machines.items()])

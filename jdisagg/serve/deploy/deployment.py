@@ -65,9 +65,7 @@ class Deployment:
     dtypes: Mapping[Role, str] = field(default_factory=dict[Role, str])  # activation dtypes of roles, if not `dtype`
     draft: Draft | None = None  # the draft model or head of speculative decoding
     draft_files: ModelFiles | None = None  # files of the draft model or head
-    draft_pages: DraftPages | None = (
-        None  # of decode and colocated workers, if the draft's KV is kept beside the model's
-    )
+    draft_pages: DraftPages | None = None  # None if a draft model's KV is not kept
 
     @property
     def model_folder(self) -> Path:
@@ -177,8 +175,8 @@ def resolve_deployment(
 
     workers = tuple(worker_config(settings, place, sizes_of(place)) for place in mesh.workers())
     dtypes = {role: budgets[role].dtype for role in Role}
-    kept = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_files, draft_pages
-    return Deployment(files, settings.served_model_name or name_of(folder), model, mesh, layers, dtype, weights, *kept)
+    rest = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_files, draft_pages
+    return Deployment(files, settings.served_model_name or name_of(folder), model, mesh, layers, dtype, weights, *rest)
 
 
 def model_files(settings: Settings) -> ModelFiles:
@@ -227,8 +225,10 @@ def layouts_of(
         settings, mesh, devices, KVLayout.of(model, 1, kv_dtype, tiled), longest_of(settings, model)
     )
     kv = KVLayout.of(model, page.value, kv_dtype, tiled)
-    asked = next(name for name in (settings.prefill_kv_dtype, settings.kv_dtype, dtypes[1]) if name != AUTO)
-    sent = replace(kv, page_size=settings.prefill_page_size or page.value, dtype=PAGE_DTYPES.get(asked, asked))
+    prefill_dtype = next(name for name in (settings.prefill_kv_dtype, settings.kv_dtype, dtypes[1]) if name != AUTO)
+    sent = replace(
+        kv, page_size=settings.prefill_page_size or page.value, dtype=PAGE_DTYPES.get(prefill_dtype, prefill_dtype)
+    )
     check_scaled(settings, model, mesh, kv, sent)
     return page, kv, sent
 
@@ -265,8 +265,8 @@ def dtypes_of(settings: Settings, mesh: MeshSpec, platform: str) -> tuple[str, s
         return "float32" if (found or [platform])[0] == "cpu" else "bfloat16"
 
     dtype = settings.dtype if settings.dtype != "auto" else usual(False)
-    asked = [name for name in (settings.prefill_dtype, settings.dtype) if name != "auto"]
-    return dtype, asked[0] if asked else usual(True)
+    given = [name for name in (settings.prefill_dtype, settings.dtype) if name != "auto"]
+    return dtype, given[0] if given else usual(True)
 
 
 def weights_of(settings: Settings, folder: Path, model: ModelConfig, platform: str) -> WeightFormat:
@@ -278,11 +278,11 @@ def weights_of(settings: Settings, folder: Path, model: ModelConfig, platform: s
     return WeightFormat(weight_dtype_of(settings.weight_dtype, platform))
 
 
-def weight_dtype_of(asked: str, platform: str) -> str:
+def weight_dtype_of(dtype: str, platform: str) -> str:
     """Resolves --weight_dtype for devices of `platform`. Raises ConfigError for fp8 on other platforms than GPUs."""
-    if asked == "fp8" and platform != "gpu":
+    if dtype == "fp8" and platform != "gpu":
         raise ConfigError(f"--weight_dtype=fp8 needs a GPU's products, and this is a {platform}; int8 is as small")
-    return AS_ACTIVATIONS if asked == STORED or (asked == AUTO and platform != "cpu") else asked
+    return AS_ACTIVATIONS if dtype == STORED or (dtype == AUTO and platform != "cpu") else dtype
 
 
 def place_of(settings: Settings) -> Path:
@@ -415,14 +415,14 @@ def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: 
         raise ConfigError(f"{place.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")
     stages = split_layers(model, place.pp) if place.role.decodes else deployment.layers
     layers = own_layers(model, stages, place)
-    kept, draft = deployment.draft_pages, deployment.draft[1] if deployment.draft else None
+    draft_pages, draft = deployment.draft_pages, deployment.draft[1] if deployment.draft else None
     held = deployment.weights, deployment.device_bytes, draft
-    budget = Budget(model, stages, deployment.dtype_of(place.role), *held, is_draft_kept=kept is not None)
+    budget = Budget(model, stages, deployment.dtype_of(place.role), *held, is_draft_kept=draft_pages is not None)
     longest = deployment.max_model_len
     pages = num_pages(
         settings, deployment.sizes.max_num_seqs, place, layout, longest, budget.of(place, deployment.mesh)
     )
     speculation, has_grammars = read_speculation(settings.speculative), not why_no_grammars(settings)
     known = pages, layout.page_size, longest, speculation, has_grammars
-    sizes = WorkerSizes(deployment.sizes, *known, **kv_sizes(layers, deployment.kv, kept))
+    sizes = WorkerSizes(deployment.sizes, *known, **kv_sizes(layers, deployment.kv, draft_pages))
     return Shape(worker_config(settings, replace(place, worker=name), sizes), layout, layers)

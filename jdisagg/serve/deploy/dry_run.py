@@ -91,12 +91,12 @@ class DryRun:
         held = self.stage_bytes(place)
         weights_bytes = kv_bytes = 0
         config = next(each for each in self.deployment.workers if each.worker == place.worker)
-        for stage, (run, device_bytes, kept) in enumerate(held):
+        for stage, (run, device_bytes, num_page_layers) in enumerate(held):
             shards = [device for device in devices if (device - place.first_device) // place.tp == stage]
             if not shards:
                 continue
             first = (shards[0] - place.first_device) % place.tp
-            page_bytes = kept * self._page_bytes(place)
+            page_bytes = num_page_layers * self._page_bytes(place)
             weights_bytes += len(shards) * device_bytes
             kv_bytes += len(shards) * config.num_pages * page_bytes
             yield (

@@ -264,7 +264,7 @@ class JointProgress:
         self._counts: dict[WorkerId, tuple[int, int]] = {}
         self._stopped = False
 
-    def tell(self, worker: WorkerId, label: str, done: int, total: int) -> None:
+    def report(self, worker: WorkerId, label: str, done: int, total: int) -> None:
         """Reports that `done` of the worker's `total` programs are compiled. Raises Stopped after `stop`."""
         with self._lock:
             if self._stopped:

@@ -29,16 +29,16 @@ class RanStep:
 class StepLog:
     """The last steps, oldest first."""
 
-    def __init__(self, kept: int = KEPT) -> None:
+    def __init__(self, limit: int = KEPT) -> None:
         self._open: OrderedDict[tuple[str, int], tuple[float, int, int, int | None]] = OrderedDict()
-        self._done: deque[RanStep] = deque(maxlen=kept)
-        self._kept = kept
+        self._done: deque[RanStep] = deque(maxlen=limit)
+        self._limit = limit
 
     def began(self, worker: str, plan: StepPlan, now_s: float) -> None:
         tokens = plan.prefill.num_tokens if plan.prefill else 0
         rows, microbatch = (len(plan.decode.active), plan.decode.microbatch) if plan.decode else (0, None)
         self._open[worker, plan.step_id] = (now_s, tokens, rows, microbatch)
-        if len(self._open) > self._kept:
+        if len(self._open) > self._limit:
             self._open.popitem(last=False)
 
     def ended(self, worker: str, step_id: int | None, now_s: float) -> None:

@@ -66,8 +66,8 @@ def chrome_trace(
         events += [*_spans(rows, request), *_chunks(rows, request), *_parts(rows, request)]
     shown = [each for each in events if each["ts"] <= end_s * 1e6 and each["ts"] + each.get("dur", 0) >= begin_s * 1e6]
     ends = {each["id"] for each in shown if each["ph"] == "f"}
-    begun = {each["id"] for each in shown if each["ph"] == "s"}
-    whole = [each for each in shown if each["ph"] not in "sf" or each["id"] in ends & begun]  # an arrow has two ends
+    starts = {each["id"] for each in shown if each["ph"] == "s"}
+    whole = [each for each in shown if each["ph"] not in "sf" or each["id"] in ends & starts]  # an arrow has two ends
     return {"traceEvents": [*rows.named, *sorted(whole, key=lambda each: each["ts"])], "displayTimeUnit": "ms"}
 
 

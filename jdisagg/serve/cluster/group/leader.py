@@ -87,7 +87,7 @@ class Outstanding:
             return first, time.monotonic() - self._sent_s[first] if first else 0.0
 
 
-class DispatchDigestCheck:
+class DispatchDigestMonitor:
     """Compares the leader's running digest of dispatches with those of members. Safe from any thread."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Members:
         self._over, self._stall_s = over, math.inf
         self._order = threading.Lock()  # held while a command is sent to all members
         self._number = 0  # of the last command
-        self._outstanding, self._digest_check = Outstanding(), DispatchDigestCheck()
+        self._outstanding, self._digest_check = Outstanding(), DispatchDigestMonitor()
         self._ended = False
         self._pulse = Pulse([*streams.values()], silence_s, self.end, lambda: self._number, self._stuck)
         self.on_leave: Callable[[], None] = lambda: None  # a member was asked to stop
@@ -215,13 +215,13 @@ class Members:
 
     def end(self, why: str) -> None:
         """Sends the reason to the members and calls `over` with it, once."""
-        if self.tell_end(why):
+        if self.send_end(why):
             self._over(f"group {self.group!r} ends: {why}")
 
-    def tell_end(self, why: str) -> bool:
+    def send_end(self, why: str) -> bool:
         """Tells the members that the group ends; the reason is blank after a requested stop.
 
-        Returns False if they were told before.
+        Returns False if it was sent before.
         """
         if self._ended:
             return False
@@ -235,17 +235,13 @@ class Members:
 
     def stop(self, wait_s: float = 5.0) -> None:
         """Ends the group after a requested stop; the members leave first."""
-        self.tell_end("")
+        self.send_end("")
         self._pulse.stop()
         deadline_s = time.monotonic() + wait_s
         for stream in self.streams.values():
             while time.monotonic() < deadline_s and not stream.frames.has_ended():
                 time.sleep(0.01)
             stream.frames.close()
-
-    @property
-    def over(self) -> bool:
-        return self._ended
 
     def _name(self, rank: int) -> str:
         return self.streams[rank].who
@@ -480,7 +476,7 @@ class LeaderStart:
 
     def failed(self, error: BaseException) -> None:
         """Tells the members why the worker cannot start."""
-        self.members.tell_end(f"its leader cannot start: {type(error).__name__}: {str(error)[:600]}")
+        self.members.send_end(f"its leader cannot start: {type(error).__name__}: {str(error)[:600]}")
 
     def stop(self) -> None:
         """Stops the listener and ends the group."""
