@@ -78,7 +78,10 @@ class Node:
         return sum(machine.recompiles() for machine in self.machines.values())
 
     def observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
-        """Withdraws offered KV of handoffs that are aborted. Called on the driver's thread."""
+        """Withdraws KV that was offered for aborted handoffs, and all of it when the router is lost.
+
+        Called on the driver's thread.
+        """
         match item:
             case Received(_, Abort() | AbortAck() as message) | Send(_, Abort() | AbortAck() as message):
                 self.remote_kv.withdraw(message.attempt)

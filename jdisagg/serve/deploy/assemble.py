@@ -309,7 +309,8 @@ def worker_shapes(deployment: Deployment, settings: Settings) -> dict[WorkerId, 
     if deployment.mesh.is_ring:
         return {}
     return {
-        place.worker: shapes_of_place(deployment, settings, place, place.worker) for place in deployment.mesh.workers()
+        mesh_row.worker: shapes_of_place(deployment, settings, mesh_row, mesh_row.worker)
+        for mesh_row in deployment.mesh.workers()
     }
 
 
@@ -377,9 +378,9 @@ def load_executors(
     draft = draft_of(deployment, settings, source)
 
     def load(name: WorkerId, config: WorkerConfig) -> MeshExecutor:
-        place = deployment.place(name)
-        own_devices = [device_by_id[device] for device in place.device_ids]
-        contents = deployment.model, source, deployment.layout(config.role), deployment.layers_of(place)
+        mesh_row = deployment.place(name)
+        own_devices = [device_by_id[device] for device in mesh_row.device_ids]
+        contents = deployment.model, source, deployment.layout(config.role), deployment.layers_of(mesh_row)
         dtype = jnp.dtype(deployment.dtype_of(config.role))
         return kind(config, *contents, own_devices, dtype, weights, grammars, draft=draft)
 

@@ -110,19 +110,19 @@ class Deployment:
         """Returns the KV layout of workers of this role."""
         return self.prefill_kv if role is Role.PREFILL else self.kv
 
-    def shapes(self, place: WorkerMesh) -> list[StageShape]:
+    def shapes(self, mesh_row: WorkerMesh) -> list[StageShape]:
         """Returns the shape of each layer group of the worker, a draft model's pages last."""
-        kv = self.layout(place.role)
-        runs = kv_runs(self.layers_of(place), kv)
-        shapes = [StageShape(run, place.tp, kv.page_size, kv.dtype) for run in runs]
+        kv = self.layout(mesh_row.role)
+        runs = kv_runs(self.layers_of(mesh_row), kv)
+        shapes = [StageShape(run, mesh_row.tp, kv.page_size, kv.dtype) for run in runs]
         if self.draft_pages is not None and self.draft is not None and isinstance(self.draft[1], ModelConfig):
             pages = replace(self.draft_pages, layout=draft_layout(self.draft[1], kv))
-            shapes.append(draft_shape(pages, place.tp))
+            shapes.append(draft_shape(pages, mesh_row.tp))
         return shapes
 
-    def layers_of(self, place: WorkerMesh) -> tuple[range, ...]:
+    def layers_of(self, mesh_row: WorkerMesh) -> tuple[range, ...]:
         """Returns the layers of each of the worker's stages or layer groups."""
-        return own_layers(self.model, self.layers, place)
+        return own_layers(self.model, self.layers, mesh_row)
 
     def place(self, worker: WorkerId) -> WorkerMesh:
         return next(each for each in self.mesh.workers() if each.worker == worker)
@@ -156,24 +156,30 @@ def resolve_deployment(
     budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None, draft_pages is not None)
     budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
 
-    def pages_of(place: WorkerMesh, slots: int) -> int:
-        layout, held = layouts[place.role], budgets[place.role].of(place, mesh)
-        return num_pages(settings, slots, place, layout, longest, held) if sized else layout.pages_for(longest)
+    def pages_of(mesh_row: WorkerMesh, slots: int) -> int:
+        layout, held = layouts[mesh_row.role], budgets[mesh_row.role].of(mesh_row, mesh)
+        return num_pages(settings, slots, mesh_row, layout, longest, held) if sized else layout.pages_for(longest)
 
-    def room_of(place: WorkerMesh) -> int | None:
-        known = sized and (settings.kv_tokens or budgets[place.role].of(place, mesh).device_bytes is not None)
-        return pages_of(place, 1) * layouts[place.role].page_size if known else None
+    def room_of(mesh_row: WorkerMesh) -> int | None:
+        known = sized and (settings.kv_tokens or budgets[mesh_row.role].of(mesh_row, mesh).device_bytes is not None)
+        return pages_of(mesh_row, 1) * layouts[mesh_row.role].page_size if known else None
 
-    room = {place.worker: room_of(place) for place in mesh.workers()}  # in tokens; None if memory is unknown
+    room = {mesh_row.worker: room_of(mesh_row) for mesh_row in mesh.workers()}  # in tokens; None if memory is unknown
     held_by = devices.of(mesh.place_of(decodes=True)), devices.of(mesh.place_of(decodes=False))
     sizes = choose_sizes(settings, model, mesh, held_by, page, longest, room)
     speculation, has_grammars = read_speculation(settings.speculative), not why_no_grammars(settings)
 
-    def sizes_of(place: WorkerMesh) -> WorkerSizes:
-        known = pages_of(place, sizes.max_num_seqs), layouts[place.role].page_size, longest, speculation, has_grammars
-        return WorkerSizes(sizes, *known, **kv_sizes(own_layers(model, layers, place), kv, draft_pages))
+    def sizes_of(mesh_row: WorkerMesh) -> WorkerSizes:
+        known = (
+            pages_of(mesh_row, sizes.max_num_seqs),
+            layouts[mesh_row.role].page_size,
+            longest,
+            speculation,
+            has_grammars,
+        )
+        return WorkerSizes(sizes, *known, **kv_sizes(own_layers(model, layers, mesh_row), kv, draft_pages))
 
-    workers = tuple(worker_config(settings, place, sizes_of(place)) for place in mesh.workers())
+    workers = tuple(worker_config(settings, mesh_row, sizes_of(mesh_row)) for mesh_row in mesh.workers())
     dtypes = {role: budgets[role].dtype for role in Role}
     rest = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_files, draft_pages
     return Deployment(files, settings.served_model_name or name_of(folder), model, mesh, layers, dtype, weights, *rest)
@@ -181,10 +187,10 @@ def resolve_deployment(
 
 def model_files(settings: Settings) -> ModelFiles:
     """Returns the files of --model and --tokenizer; nothing of the weights is read. Raises CheckpointError."""
-    place = place_of(settings)
-    tokenizer = Path(settings.tokenizer) if settings.tokenizer else place
+    path = place_of(settings)
+    tokenizer = Path(settings.tokenizer) if settings.tokenizer else path
     cache = Path(settings.cache) if settings.cache else None
-    return ModelFiles(place, read_model(place), settings.load_format, settings.seed, tokenizer, cache)
+    return ModelFiles(path, read_model(path), settings.load_format, settings.seed, tokenizer, cache)
 
 
 def _identified_draft(
@@ -196,10 +202,10 @@ def _identified_draft(
     """
     if draft is None:
         return None, None
-    place, config = draft
+    path, config = draft
     load_format = "hf" if isinstance(config, HeadConfig) else settings.load_format
     cache = Path(settings.cache) if settings.cache else None
-    files = ModelFiles(place, config, load_format, settings.seed, cache=cache)
+    files = ModelFiles(path, config, load_format, settings.seed, cache=cache)
     pages = kept_draft(draft, settings, mesh, layouts, "", devices)
     return files, None if pages is None else replace(pages, name=files.identity.fingerprint)
 
@@ -287,11 +293,11 @@ def weight_dtype_of(dtype: str, platform: str) -> str:
 
 def place_of(settings: Settings) -> Path:
     """Returns the model's folder or GGUF file. Raises CheckpointError if there is no model."""
-    place = Path(settings.model) if settings.model else EMBEDDED_MODEL
-    why = why_no_model(place)
+    path = Path(settings.model) if settings.model else EMBEDDED_MODEL
+    why = why_no_model(path)
     if why is not None:
-        raise CheckpointError(f"--model={settings.model or place}: {why}")
-    return place
+        raise CheckpointError(f"--model={settings.model or path}: {why}")
+    return path
 
 
 def mesh_of(settings: Settings) -> MeshSpec:
@@ -305,9 +311,9 @@ def mesh_of(settings: Settings) -> MeshSpec:
     return MeshSpec.parse(f"prefill:tp2,decode:pp{min(2, model.num_layers)}")
 
 
-def name_of(place: Path) -> str:
+def name_of(path: Path) -> str:
     """Returns the model's name for clients, unless --served_model_name gives another."""
-    return "embedded" if place == EMBEDDED_MODEL else gguf_name(place) if is_gguf(place) else place.resolve().name
+    return "embedded" if path == EMBEDDED_MODEL else gguf_name(path) if is_gguf(path) else path.resolve().name
 
 
 def sharing_warnings(mesh: MeshSpec) -> list[str]:
@@ -379,14 +385,14 @@ class WorkerShapes:
         )
 
 
-def shapes_of(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId) -> WorkerShapes:
-    """Returns the shapes that the worker at `place`, called `name`, can take."""
+def shapes_of(deployment: Deployment, settings: Settings, mesh_row: WorkerMesh, name: WorkerId) -> WorkerShapes:
+    """Returns the shapes that the worker `name` of a mesh row can take."""
     able, impossible, usual = dict[str, Shape](), dict[str, str](), dict[Role, str]()
-    for pool in _cuts(len(place.device_ids)):
+    for pool in _cuts(len(mesh_row.device_ids)):
         text = str(pool)
         try:
-            at = replace(place, role=pool.role, pp=pool.pp, tp=pool.tp)
-            able[text] = _shape(deployment, settings, at, name, deployment.layout(place.role))
+            changed = replace(mesh_row, role=pool.role, pp=pool.pp, tp=pool.tp)
+            able[text] = _shape(deployment, settings, changed, name, deployment.layout(mesh_row.role))
         except ConfigError as error:
             impossible[text] = str(error)
         is_current = any(
@@ -394,7 +400,7 @@ def shapes_of(deployment: Deployment, settings: Settings, place: WorkerMesh, nam
         )
         if is_current or pool.role not in usual:
             usual[pool.role] = text
-    return WorkerShapes(len(place.device_ids), able, impossible, usual)
+    return WorkerShapes(len(mesh_row.device_ids), able, impossible, usual)
 
 
 def _cuts(devices: int) -> Iterator[PoolSpec]:
@@ -405,24 +411,24 @@ def _cuts(devices: int) -> Iterator[PoolSpec]:
             yield PoolSpec(role, pp=devices // tp, tp=tp)
 
 
-def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId, own: KVLayout) -> Shape:
-    """Returns the worker's shape at `place`; `own` is its layout at start.
+def _shape(deployment: Deployment, settings: Settings, mesh_row: WorkerMesh, name: WorkerId, own: KVLayout) -> Shape:
+    """Returns the worker's shape for a mesh row; `own` is its layout at start.
 
     Raises ConfigError, MeshError if impossible.
     """
-    model, layout = deployment.model, deployment.layout(place.role)
+    model, layout = deployment.model, deployment.layout(mesh_row.role)
     if settings.tiers and layout != own:
-        raise ConfigError(f"{place.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")
-    stages = split_layers(model, place.pp) if place.role.decodes else deployment.layers
-    layers = own_layers(model, stages, place)
+        raise ConfigError(f"{mesh_row.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")
+    stages = split_layers(model, mesh_row.pp) if mesh_row.role.decodes else deployment.layers
+    layers = own_layers(model, stages, mesh_row)
     draft_pages, draft = deployment.draft_pages, deployment.draft[1] if deployment.draft else None
     held = deployment.weights, deployment.device_bytes, draft
-    budget = Budget(model, stages, deployment.dtype_of(place.role), *held, is_draft_kept=draft_pages is not None)
+    budget = Budget(model, stages, deployment.dtype_of(mesh_row.role), *held, is_draft_kept=draft_pages is not None)
     longest = deployment.max_model_len
     pages = num_pages(
-        settings, deployment.sizes.max_num_seqs, place, layout, longest, budget.of(place, deployment.mesh)
+        settings, deployment.sizes.max_num_seqs, mesh_row, layout, longest, budget.of(mesh_row, deployment.mesh)
     )
     speculation, has_grammars = read_speculation(settings.speculative), not why_no_grammars(settings)
     known = pages, layout.page_size, longest, speculation, has_grammars
     sizes = WorkerSizes(deployment.sizes, *known, **kv_sizes(layers, deployment.kv, draft_pages))
-    return Shape(worker_config(settings, replace(place, worker=name), sizes), layout, layers)
+    return Shape(worker_config(settings, replace(mesh_row, worker=name), sizes), layout, layers)

@@ -97,15 +97,15 @@ class Pools:
     def described(self) -> list[dict[str, Any]]:
         """Returns every worker, as GET /admin/workers shows it."""
         shapes, times = self.shapes(), self.times()
-        return [self._described(place, shapes.get(place.config.worker), times) for place in self.places()]
+        return [self._described(info, shapes.get(info.config.worker), times) for info in self.places()]
 
     def _described(
-        self, place: Place, shapes: WorkerShapes | None, times: Mapping[WorkerId, ReshapeTimes]
+        self, info: Place, shapes: WorkerShapes | None, times: Mapping[WorkerId, ReshapeTimes]
     ) -> dict[str, Any]:
-        worker = place.config.worker
-        change = self._changes.get(worker, Change("leaving" if place.leaving else Standing.SERVING.value))
+        worker = info.config.worker
+        change = self._changes.get(worker, Change("leaving" if info.leaving else Standing.SERVING.value))
         took = times.get(worker)
-        return place.to_json() | {
+        return info.to_json() | {
             "standing": change.standing,
             "can_be": [] if shapes is None else [*shapes.able],
             "changed_at": dict(change.at),
@@ -129,7 +129,7 @@ class Pools:
         return await self._request(WorkerId(worker), config, drain_s)
 
     def _check_present(self, worker: str) -> None:
-        names = sorted(place.config.worker for place in self.places())
+        names = sorted(info.config.worker for info in self.places())
         if worker not in names:
             raise NoSuchWorker(f"there is no worker {worker[:80]!r}; there are {', '.join(names) or 'none'}")
 

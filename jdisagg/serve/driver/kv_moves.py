@@ -180,7 +180,7 @@ class TierMoves:
             self._inbox.post(lent.asker, _failed_move(move, error))
 
     def awaits(self, asker: WorkerId, asked: Attempt) -> bool:
-        """Returns True if a move of `asker` waits for records of this attempt."""
+        """Returns True if a move of `asker` waits for records of this attempt. Safe from any thread."""
         return (asker, asked) in self._fetches
 
     def lost(self, asker: WorkerId, asked: Attempt, error: Exception) -> None:

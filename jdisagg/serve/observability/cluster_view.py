@@ -103,7 +103,7 @@ class ClusterView:
         """Returns the document. Times are seconds of the driver's clock; `time` is wall-clock time."""
         service, records, now_s = self._service, self._debug.records, self._service.now_s()
         counted = Counted(list(self._metrics.merged.values(SAMPLES)))
-        places = {place.config.worker: place for place in self._debug.places()}
+        places = {info.config.worker: info for info in self._debug.places()}
         return {
             "now_s": now_s,
             "time": time.time(),
@@ -113,7 +113,7 @@ class ClusterView:
             "chat": service.tokenizer.has_chat_template,
             "state": state_of(service),
             "totals": counted.totals(),
-            "workers": [place.to_json() | counted.worker(worker) for worker, place in places.items()],
+            "workers": [info.to_json() | counted.worker(worker) for worker, info in places.items()],
             "links": [each for each in counted.links() if {each["source"], each["destination"]} <= places.keys()],
             "changes": list(records.changes),
             "requests": records.summaries(REQUESTS, now_s),
