@@ -44,7 +44,6 @@ class ClientCallbacks(Protocol):
 
     def hello(self) -> dict[str, Any]:
         """Returns the handshake's body that describes this process's workers, new for every session."""
-        ...
 
     def on_joined(self, link: Link, welcome: dict[str, Any]) -> None: ...
 
@@ -52,7 +51,6 @@ class ClientCallbacks(Protocol):
 
     def on_lost(self, why: str) -> None:
         """Called once for every `on_joined`, when the session has ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,6 @@ class Handshake:
         return Link(outgoing, incoming, self.heartbeat)
 
     def greet(self, link: Link, hello: dict[str, Any]) -> None:
-        """Sends this process's description and identity."""
         link.send(hello | {"identity": asdict(self.identity)})
 
     def welcome(self, link: Link, answers: Any) -> dict[str, Any]:
@@ -110,7 +107,6 @@ class Opening:
         self._known.set()
 
     def give_up(self) -> None:
-        """Ends the records, unless `go_on` was called before."""
         self._known.set()
 
     def records(self, nonce: str) -> Iterator[bytes]:
@@ -216,7 +212,6 @@ class ControlClient:
             self._stopped.wait(self._retry_s)
 
     def _connect(self) -> None:
-        """Opens one stream and serves it until it ends."""
         if self._credentials:
             channel = grpc.secure_channel(self.address, self._credentials, OWN)
         else:
@@ -224,9 +219,7 @@ class ControlClient:
         with channel:
             nonce, opening = new_nonce(), Opening()
             self._call = call = channel.stream_stream(METHOD)(opening.records(nonce))
-            deadlines = threading.Timer(
-                self._handshake_s, call.cancel
-            )  # a stopped or disconnected router does not answer
+            deadlines = threading.Timer(self._handshake_s, call.cancel)  # a stopped router does not answer
             deadlines.start()
             try:
                 link = self._handshake.open_link(call, nonce)

@@ -50,17 +50,14 @@ class ServerCallbacks(Protocol):
 
     def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer to an authenticated peer. A JdisaggError refuses the peer with its text."""
-        ...
 
     def on_joined(self, link: Link) -> None:
         """Called when the answer was sent; from now on the link accepts messages."""
-        ...
 
     def on_message(self, link: Link, body: dict[str, Any]) -> None: ...
 
     def on_lost(self, link: Link, why: str) -> None:
         """Called once for every admitted link, when it has ended."""
-        ...
 
 
 class ControlServer:
@@ -77,12 +74,8 @@ class ControlServer:
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """Binds the address. Raises ConfigError if that fails."""
-        self._secret, self._identity, self._callbacks, self._heartbeat = (
-            secret,
-            identity,
-            callbacks,
-            heartbeat or Heartbeat(),
-        )
+        self._secret, self._identity, self._callbacks = secret, identity, callbacks
+        self._heartbeat = heartbeat or Heartbeat()
         self._handshakes = PendingHandshakes(MAX_STRANGERS, handshake_s)
         self._links: dict[Link, grpc.ServicerContext] = {}
         self._lock = threading.Lock()
@@ -103,7 +96,6 @@ class ControlServer:
         self._checker.start()
 
     def stop(self) -> None:
-        """Ends all links and the server."""
         with self._lock:
             links = list(self._links)
         for link in links:
@@ -121,7 +113,6 @@ class ControlServer:
                 call.cancel()
 
     def _serve(self, records: Iterator[bytes], call: grpc.ServicerContext) -> Iterator[bytes]:
-        """Serves one peer's stream from its first record to its end."""
         if len(self._links) >= MAX_PEERS:
             call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_PEERS} processes have joined, the most there may be")
         try:
@@ -215,7 +206,6 @@ def _limits(handshake_s: float) -> list[tuple[str, int]]:
 
 
 def _who(hello: dict[str, Any]) -> str:
-    """Returns an authenticated peer's name for messages."""
     named = hello.get("named")
     return f"the process of {shown(named)}" if named else "the peer"
 

@@ -48,15 +48,12 @@ class Lease(Protocol):
 
     def hold(self, above: int = 0) -> int | None:
         """Takes or renews the lease. Returns its term, which exceeds `above`; None while another router leads."""
-        ...
 
     def leader(self) -> tuple[str, int] | None:
         """Returns the address and the term of the router that leads; None without a leader."""
-        ...
 
     def release(self) -> None:
         """Releases the lease, if this router holds it, so that another may lead at once."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,19 +294,17 @@ class KubernetesLease:
 
     def __init__(
         self,
-        lease_name: str,
+        names: str,
         address: str,
         ttl_s: float,
         server: str = API_SERVER,
         folder: Path = SERVICE_ACCOUNT,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`lease_name` is NAMESPACE/NAME, or empty. Raises ConfigError outside a pod with a service account."""
-        namespace, _, name = lease_name.partition("/")
+        """`names` is NAMESPACE/NAME, or empty. Raises ConfigError outside a pod with a service account."""
+        namespace, _, name = names.partition("/")
         if bool(namespace) != bool(name) or "/" in name:
-            raise ConfigError(
-                f"--coordination=kubernetes:{lease_name} must be kubernetes, or kubernetes:NAMESPACE/NAME"
-            )
+            raise ConfigError(f"--coordination=kubernetes:{names} must be kubernetes, or kubernetes:NAMESPACE/NAME")
         try:
             namespace = namespace or (folder / "namespace").read_text().strip()
             (folder / "token").read_text()

@@ -114,10 +114,7 @@ class Leadership:
                 self._leader = self._attempt(self._lease.leader)
 
     def _is_overdue(self) -> bool:
-        """Steps down if this router led and its lease has expired.
-
-        Checked before and after each call of the service.
-        """
+        """Steps down if this router led and its lease has expired; checked before and after each request."""
         if self.term and not self.is_leader:
             self._end(f"its lease of term {self.term} was not renewed for {self._ttl_s * (1 - MARGIN):g} s")
         return self._has_stepped_down

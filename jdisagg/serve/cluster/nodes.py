@@ -78,10 +78,7 @@ class Node:
         return sum(machine.recompiles() for machine in self.machines.values())
 
     def observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
-        """Withdraws KV that was offered for aborted handoffs, and all of it when the router is lost.
-
-        Called on the driver's thread.
-        """
+        """Withdraws KV of aborted handoffs, and all KV when the router is lost. Called on the driver's thread."""
         match item:
             case Received(_, Abort() | AbortAck() as message) | Send(_, Abort() | AbortAck() as message):
                 self.remote_kv.withdraw(message.attempt)
@@ -153,20 +150,15 @@ class Node:
             raise kind(f"{sender} to {to}: {error}") from error
 
     def _config_of(self, name: WorkerId) -> WorkerConfig | None:
-        """Returns the worker's configuration; None for the router."""
         if name == ROUTER:
             return None
         return self.machines[name].config if name in self.machines else self.peers[name].config
 
     def _configs_of(self, name: WorkerId) -> list[WorkerConfig | None]:
-        """Returns the worker's current and earlier configurations."""
         return [self._config_of(name), *self._former.get(name, {}).values()]
 
     def became(self, machine: MeshExecutor) -> None:
-        """Records a local worker's new configuration after a role change.
-
-        Called on the driver's thread, before its actor gets the event.
-        """
+        """Records a local worker's new configuration. Called on the driver's thread before its actor's event."""
         record = record_of(machine, self.remote_kv.mine)
         with self._lock:
             for each in self.own:
@@ -186,7 +178,6 @@ class Node:
             log.exception("a part for %s was lost", to)
 
     def _fetch_lent(self, sender: WorkerId, to: WorkerId, record: dict[str, Any]) -> None:
-        """Pulls lent records, if a move still waits for them."""
         tiers, notice = self.driver.executors.tiers, read_lent(record)
         if not tiers.awaits(to, notice.asked):
             return
@@ -295,12 +286,10 @@ class WorkerNode(Node):
 
     @property
     def serves(self) -> bool:
-        """True if a router has this process's workers and may send them requests."""
         return self._link is not None and not self._leaving
 
     @property
     def idle(self) -> bool:
-        """True if no worker of this process has any state of a request."""
         return all(actor.idle for actor in self.driver.actors.values() if isinstance(actor, Worker))
 
     # ------------------------------------------------------------ `control_client.ClientCallbacks`

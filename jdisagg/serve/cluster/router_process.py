@@ -160,15 +160,11 @@ def own_workers(deployment: Deployment, roles: frozenset[str]) -> dict[WorkerId,
 
 
 def plays(role: Role, roles: frozenset[str]) -> bool:
-    """Returns True if a process of these roles has the mesh's workers of `role`.
-
-    A process with both phases has colocated workers too.
-    """
+    """Returns True if a process of these roles has workers of `role`; both phases together imply colocated."""
     return role.value in roles or (role is Role.COLOCATED and {"prefill", "decode"} <= roles)
 
 
 def num_devices(mesh: MeshSpec, roles: frozenset[str]) -> int:
-    """Returns the number of devices that workers of these roles use."""
     return len({device for place in mesh.workers() if plays(place.role, roles) for device in place.device_ids})
 
 
@@ -183,10 +179,7 @@ def remote_programs(deployment: Deployment, machine: MeshExecutor) -> list[Decla
 def remote_kv_of(
     deployment: Deployment, settings: Settings, kind: type[RemoteKV] = RemoteKV, rank: int = 0
 ) -> RemoteKV:
-    """Returns this process's KV transport to other processes. `rank` is its rank in its worker's group.
-
-    Raises ConfigError.
-    """
+    """Returns the KV transport of this process, the one of `rank` in its worker's group. Raises ConfigError."""
     server, client = kv_contexts(settings)
     transport = TransportConfig(
         read_secret(settings),
@@ -201,7 +194,6 @@ def remote_kv_of(
 
 
 def peers_of(machines: Mapping[WorkerId, MeshExecutor], remote_kv: RemoteKV) -> list[PeerRecord]:
-    """Returns the records of workers that run in this process alone."""
     return [record_of(machine, remote_kv.mine) for machine in machines.values()]
 
 
@@ -335,18 +327,9 @@ def operation_of(
     metrics = node_metrics(deployment, settings, node)
     header = Header(router.config, configs, deployment.identity_line)
     times = {} if reshaper is None else reshaper.times
-    return OperationSpec(
-        metrics,
-        open_journal(header, settings.record_dir, metrics.journal_dropped),
-        records,
-        stores,
-        reshaper,
-        node.recompiles,
-        node.places,
-        options=lambda: node.options,
-        transfer_stats=node.transfer_stats,
-        reshape_times=lambda: {**node.reshape_times, **times},
-    )
+    journal = open_journal(header, settings.record_dir, metrics.journal_dropped)
+    views = node.places, lambda: node.options, node.transfer_stats, lambda: {**node.reshape_times, **times}
+    return OperationSpec(metrics, journal, records, stores, reshaper, node.recompiles, *views)
 
 
 # Front processes (--role=front), which serve clients and have neither the router nor a worker.

@@ -92,7 +92,6 @@ def choose_weights(
 
 
 def _measured(deployment: Deployment, settings: Settings, source: WeightSource) -> tuple[WeightFormat, str]:
-    """Measures and returns the weight format, and the reason in one line."""
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     tokens = tokenizer.encode(TEXT)[:CALIBRATION_TOKENS]
 
@@ -165,18 +164,9 @@ def build(
     warm(machines, progress)  # last, so that wrong settings fail before the slow part
     able = worker_shapes(deployment, settings)
     reshaper = MeshReshaper(machines, shape_finder(able))
-    operation = OperationSpec(
-        metrics,
-        journal,
-        records,
-        stores,
-        reshaper,
-        recompiles,
-        places=partial(places_of, machines),
-        options=lambda: able,
-        transfer_stats=lambda: transfer_stats_of(workers),
-        reshape_times=lambda: reshaper.times,
-    )
+    places, stats = partial(places_of, machines), lambda: transfer_stats_of(workers)
+    views = places, lambda: able, stats, lambda: reshaper.times
+    operation = OperationSpec(metrics, journal, records, stores, reshaper, recompiles, *views)
     return assemble(
         deployment, settings, tokenizer, router, workers, machines, operation=operation, observers=observers
     )
@@ -184,10 +174,7 @@ def build(
 
 @dataclass(frozen=True)
 class OperationSpec:
-    """The parts of a service that has a router and is operated: metrics, journal, tiers, and views of all workers.
-
-    The functions return the state of the workers of all processes.
-    """
+    """Metrics, journal, tiers and views of all workers, for a service that has a router."""
 
     metrics: Metrics
     journal: Journal
@@ -290,17 +277,14 @@ def autoscaling_of(
 
 
 def scaling_observers(scaling: Autoscaling | None) -> tuple[Observer, ...]:
-    """Returns the autoscaler's observers."""
     return () if scaling is None else (scaling.scaler.observe,)
 
 
 def recompiles_of(machines: Mapping[WorkerId, MeshExecutor]) -> int:
-    """Counts programs that were compiled after warming."""
     return sum(machine.recompiles() for machine in machines.values())
 
 
 def places_of(machines: Mapping[WorkerId, MeshExecutor]) -> list[Place]:
-    """Returns the views of this process's workers as they are now."""
     return [place_of(machine.config, shapes_of(machine.pages)) for machine in machines.values()]
 
 
@@ -332,10 +316,7 @@ def watch_experts(metrics: Metrics, deployment: Deployment, machines: Mapping[Wo
 
 
 def asked_observers(records: Records, deployment: Deployment, settings: Settings) -> tuple[Observer, ...]:
-    """Returns the observers of --debug_keep and --otlp_endpoint.
-
-    Raises ConfigError without the OpenTelemetry package.
-    """
+    """Returns the observers of --debug_keep and --otlp_endpoint. Raises ConfigError without OpenTelemetry."""
     recording = (records.observe,) if settings.debug_keep else ()
     if not settings.otlp_endpoint:
         return recording

@@ -69,7 +69,6 @@ class Deployment:
 
     @property
     def model_folder(self) -> Path:
-        """The folder or GGUF file that holds the model."""
         return self.files.place
 
     @property
@@ -99,7 +98,6 @@ class Deployment:
         return self.draft_files.identity.fingerprint
 
     def dtype_of(self, role: Role) -> str:
-        """Returns the activation dtype of workers of this role."""
         return self.dtypes.get(role, self.dtype)
 
     @property
@@ -107,7 +105,6 @@ class Deployment:
         return self.weights.dtype
 
     def layout(self, role: Role) -> KVLayout:
-        """Returns the KV layout of workers of this role."""
         return self.prefill_kv if role is Role.PREFILL else self.kv
 
     def shapes(self, mesh_row: WorkerMesh) -> list[StageShape]:
@@ -121,7 +118,6 @@ class Deployment:
         return shapes
 
     def layers_of(self, mesh_row: WorkerMesh) -> tuple[range, ...]:
-        """Returns the layers of each of the worker's stages or layer groups."""
         return own_layers(self.model, self.layers, mesh_row)
 
     def place(self, worker: WorkerId) -> WorkerMesh:
@@ -221,10 +217,7 @@ def longest_of(settings: Settings, model: ModelConfig) -> int:
 def layouts_of(
     settings: Settings, model: ModelConfig, mesh: MeshSpec, devices: Devices, dtypes: tuple[str, str]
 ) -> tuple[Size, KVLayout, KVLayout]:
-    """Returns the page size, and the KV layouts of decode and prefill workers.
-
-    `dtypes` are the activation dtypes of decode and of prefill workers.
-    """
+    """Returns the page size, and the KV layouts of decode and of prefill workers; `dtypes` has both dtypes."""
     kv_dtype = PAGE_DTYPES.get(settings.kv_dtype, settings.kv_dtype) if settings.kv_dtype != AUTO else dtypes[0]
     tiled = "tpu" in (mesh.platforms or (devices.platform,))
     page = choose_page_size(
@@ -244,23 +237,21 @@ def check_scaled(settings: Settings, model: ModelConfig, mesh: MeshSpec, kv: KVL
     own = [each for each in (kv, sent) if each.scaled]
     if not own:
         return
-    flags = f"--kv_dtype={settings.kv_dtype}, --prefill_kv_dtype={settings.prefill_kv_dtype}"
+    both = f"--kv_dtype={settings.kv_dtype}, --prefill_kv_dtype={settings.prefill_kv_dtype}"
     if mesh.is_ring:
-        raise ConfigError(f"{flags} and --mesh={mesh}: a ring's pages are not quantised")
+        raise ConfigError(f"{both} and --mesh={mesh}: a ring's pages are not quantised")
     if model.latent:
-        raise ConfigError(f"{flags} and a model of {model.family}: latents are not quantised")
+        raise ConfigError(f"{both} and a model of {model.family}: latents are not quantised")
     if len({each.dtype for each in own}) > 1:
-        raise ConfigError(
-            f"{flags}: pages of one cannot become the other's; give both the same, or one of them a float"
-        )
+        raise ConfigError(f"{both}: pages of one cannot become the other's; give both the same, or one of them a float")
     for name in ("transfer_compress", "tier_compress"):
         if getattr(settings, name) != "none":
-            raise ConfigError(f"{flags} and --{name}={getattr(settings, name)}: quantised pages travel as they are")
+            raise ConfigError(f"{both} and --{name}={getattr(settings, name)}: quantised pages travel as they are")
     for each in own:
         if each.tiled and (each.parts == 1 or each.head_dim % LANES):
-            raise ConfigError(f"{flags} and heads of {model.head_dim} on a TPU: quantised rows are of {LANES} numbers")
+            raise ConfigError(f"{both} and heads of {model.head_dim} on a TPU: quantised rows are of {LANES} numbers")
         if each.tiled and 2 * each.page_size % LANES:
-            raise ConfigError(f"{flags} and pages of {each.page_size} tokens on a TPU: say --page_size={LANES // 2}")
+            raise ConfigError(f"{both} and pages of {each.page_size} tokens on a TPU: say --page_size={LANES // 2}")
 
 
 def dtypes_of(settings: Settings, mesh: MeshSpec, platform: str) -> tuple[str, str]:
@@ -348,10 +339,7 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerShapes:
-    """The shapes that one worker can take, by mesh text such as "decode:pp2".
-
-    `impossible` has the reason for each shape that it cannot take.
-    """
+    """The shapes that a worker can take, by mesh text ("decode:pp2"), and why others are impossible."""
 
     num_devices: int
     able: Mapping[str, Sized]
@@ -360,10 +348,7 @@ class WorkerShapes:
     fixed: str = ""  # the reason why the worker cannot change, if it cannot
 
     def find(self, role: str, mesh: str) -> Sized:
-        """Returns the shape of a role and a mesh such as "pp2tp1", "" for the role's default.
-
-        Raises ConfigError, MeshError.
-        """
+        """Returns the shape of a role and a mesh; "" is the role's default mesh. Raises ConfigError, MeshError."""
         if role not in list(Role):
             raise ConfigError(f"role is {role[:20]!r}, must be one of {', '.join(Role)}")
         if not mesh:
@@ -412,10 +397,7 @@ def _cuts(devices: int) -> Iterator[PoolSpec]:
 
 
 def _shape(deployment: Deployment, settings: Settings, mesh_row: WorkerMesh, name: WorkerId, own: KVLayout) -> Shape:
-    """Returns the worker's shape for a mesh row; `own` is its layout at start.
-
-    Raises ConfigError, MeshError if impossible.
-    """
+    """Returns the worker's shape for a mesh row; `own` is its layout at start. Raises ConfigError, MeshError."""
     model, layout = deployment.model, deployment.layout(mesh_row.role)
     if settings.tiers and layout != own:
         raise ConfigError(f"{mesh_row.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")

@@ -75,7 +75,6 @@ class DryRun:
                 yield ProcessPlan(roles, (mesh_row,), rank, size)
 
     def lines(self) -> Iterator[str]:
-        """Yields the report's lines, one paragraph per process."""
         for process in self.processes():
             yield ""
             rank = f", rank {process.rank} of {process.size}" if process.size > 1 else ""
@@ -121,7 +120,6 @@ class DryRun:
         return [(run, held, len(run)) for run, held in found]
 
     def _page_bytes(self, mesh_row: WorkerMesh) -> int:
-        """Returns bytes of a page of one layer on one device."""
         return self.deployment.layout(mesh_row.role).layer_page_bytes(mesh_row.tp)
 
     def _ports(self, process: ProcessPlan) -> Iterator[str]:
@@ -145,7 +143,6 @@ class DryRun:
         return f"{OWN_ADDRESS}:0" if is_standard else self.settings.kv_listen
 
     def command(self, process: ProcessPlan) -> str:
-        """Returns the command line that starts the process."""
         standard = Settings()
         flags: dict[str, Any] = {each.name: getattr(self.settings, each.name) for each in fields(Settings)}
         flags |= {"role": ",".join(process.roles), "router": "", "group_rank": -1}

@@ -95,7 +95,6 @@ class Pools:
     # ------------------------------------------------------------ views
 
     def described(self) -> list[dict[str, Any]]:
-        """Returns every worker, as GET /admin/workers shows it."""
         shapes, times = self.shapes(), self.times()
         return [self._described(info, shapes.get(info.config.worker), times) for info in self.places()]
 

@@ -44,10 +44,7 @@ GRACE_S = 2  # after draining, for complete answers that clients have not read y
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """The servers' sockets, bound and not listening yet; None for a server that is off.
-
-    `grpc_port` was free when it was checked.
-    """
+    """The servers' sockets, bound and not listening yet; None for a server that is off."""
 
     http: socket.socket | None = None
     grpc_port: int | None = None
@@ -212,7 +209,6 @@ class Running:
     lag_watch: asyncio.Task[None] | None = None
 
     async def wait(self) -> None:
-        """Waits until a server has ended."""
         if self.http_task is not None:
             await self.http_task
         elif self.grpc_server is not None:

@@ -99,7 +99,6 @@ def _kv_cost(draft: ModelConfig, pages: KVLayout, settings: Settings, devices: D
 
 
 def draft_layout(draft: ModelConfig, kv: KVLayout) -> KVLayout:
-    """Returns the layout of a draft model's pages beside the model's."""
     return KVLayout.of(draft, kv.page_size, kv.dtype, kv.tiled)
 
 

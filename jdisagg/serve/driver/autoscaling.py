@@ -54,7 +54,6 @@ class Autoscaling:
         self._stopped = threading.Event()
 
     def start(self, driver: ScaledDriver) -> None:
-        """Starts the thread that decides at intervals, until `stop`."""
         threading.Thread(target=self._run, args=(driver,), name="autoscaler", daemon=True).start()
 
     def stop(self) -> None:

@@ -56,10 +56,7 @@ from jdisagg.serve.observability.health import HealthMonitor
 
 
 class Timers:
-    """Timers of the actors of one process, in seconds of the driver's clock. Used by one thread.
-
-    An actor has one timer per key; setting it again replaces its time.
-    """
+    """Timers of actors, one per actor and key, in seconds of the driver's clock. Used by one thread."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, WorkerId, str]] = []
@@ -70,14 +67,10 @@ class Timers:
         heapq.heappush(self._heap, (at_s, actor, key))
 
     def wait_s(self, now_s: float) -> float | None:
-        """Returns seconds until the first entry, replaced ones included; None without any."""
         return max(0.0, self._heap[0][0] - now_s) if self._heap else None
 
     def due(self, now_s: float) -> Iterator[tuple[WorkerId, str]]:
-        """Yields the timers due by `now_s`, earliest first.
-
-        A timer that is reset during the iteration is not yielded.
-        """
+        """Yields the timers due by `now_s`, earliest first; not those that are reset during the iteration."""
         while self._heap and self._heap[0][0] <= now_s:
             at_s, actor, key = heapq.heappop(self._heap)
             if self._armed.get((actor, key)) == at_s:
@@ -247,9 +240,7 @@ class LiveDriver:
         self.executors = Executors(machines, self, clock, remote, stores)
         self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
         self._inbox: queue.SimpleQueue[tuple[WorkerId, Inward] | Called | None] = queue.SimpleQueue()
-        self._broken: deque[tuple[WorkerId, Event]] = (
-            deque()
-        )  # failures found on this thread, handled before any further plan
+        self._broken: deque[tuple[WorkerId, Event]] = deque()  # immediate failures, handled before any further plan
         self._health = HealthMonitor()
         reshaping = Reshaping(self, reshaper, stood)
         self._effects = LiveEffects(self.actors, self.executors, self._health, remote, reshaping)

@@ -45,23 +45,16 @@ class RemoteWorkers(Protocol):
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None: ...
 
     def ship(self, machine: Executor, transfer: KVTransfer) -> Shipment:
-        """Packs pages and offers them to the other process, which calls `land`.
-
-        Raises TransferRefused without a peer.
-        """
-        ...
+        """Packs pages and offers them to the other process. Raises TransferRefused without a peer."""
 
     def lend(self, lent: Lent) -> None:
         """Sends lent records, as `kv_moves.Lender` does. Safe from any thread."""
-        ...
 
     def give_up(self, worker: WorkerId) -> None:
         """Tells the router that a worker of this process is lost."""
-        ...
 
     def end_session(self, peer: WorkerId, why: str) -> None:
         """Ends the session with the peer's process after a message that breaks the protocol."""
-        ...
 
 
 class Inbox(Protocol):
@@ -69,15 +62,12 @@ class Inbox(Protocol):
 
     def post(self, actor: WorkerId, item: Inward) -> None:
         """Queues an event for an actor. Safe from any thread."""
-        ...
 
     def fail(self, actor: WorkerId, event: EngineFailed) -> None:
         """Queues an immediate failure ahead of other events. Called on the driver thread."""
-        ...
 
     def lose(self, worker: WorkerId) -> None:
         """Declares the worker lost. Called on the driver thread."""
-        ...
 
 
 class Executors:
@@ -203,10 +193,7 @@ class Executors:
             self.by_worker[actor].open_gates(shipment.transfer.attempt)  # the handoff ends
 
     def insert_pages(self, actor: WorkerId, move: PageMove) -> None:
-        """Writes fetched pages.
-
-        If that fails, pages that the actor relies on have unknown content: its worker is lost.
-        """
+        """Writes fetched pages. A worker is lost if that fails, because the pages then have unknown content."""
         try:
             self.tiers.insert(actor, move)
         except Exception:
@@ -241,10 +228,7 @@ class Stopped(Exception):
 
 
 def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Runs the calls in parallel and returns their results in order.
-
-    The first error is raised at once, without waiting for the other calls.
-    """
+    """Runs the calls in parallel and returns their results in order. The first error is raised at once."""
     if len(calls) < 2:
         return [call() for call in calls]
     pool = ThreadPoolExecutor(len(calls), thread_name_prefix="start")

@@ -66,7 +66,6 @@ class Lender(Protocol):
 
     def lend(self, lent: Lent) -> None:
         """Offers records to a worker of another process and returns. Raises TransportError without a connection."""
-        ...
 
 
 class Inbox(Protocol):
@@ -74,14 +73,10 @@ class Inbox(Protocol):
 
     def post(self, actor: WorkerId, item: PagesMoved | PagesRead) -> None:
         """Queues the result of a move for its actor. Safe from any thread."""
-        ...
 
 
 class TierMoves:
-    """Moves of pages by worker.
-
-    Public methods run on the driver thread and return at once, unless they say otherwise.
-    """
+    """Moves of pages by worker. Public methods return at once; most are called on the driver thread."""
 
     def __init__(
         self,
@@ -165,10 +160,7 @@ class TierMoves:
         self._remote.lend(lent)
 
     def arrive(self, lent: Lent) -> None:
-        """Puts records that another worker lent on the devices.
-
-        Safe from any thread; ignored if no move waits for them.
-        """
+        """Puts lent records on the devices, if a move waits for them. Safe from any thread."""
         move, began_s = self._fetches.pop((lent.asker, lent.asked), (None, 0.0))
         if move is None or move.peer != lent.lender:
             return

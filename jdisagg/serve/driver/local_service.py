@@ -127,7 +127,6 @@ class LocalService:
 
     @property
     def running(self) -> int:
-        """The number of requests that have not ended."""
         return len(self._mailboxes)
 
     @property
@@ -165,7 +164,6 @@ class LocalService:
         self.driver.post(ROUTER, Cancel(request_id, reason))
 
     async def stream(self, request: Request) -> AsyncGenerator[Update]:
-        """Yields the updates of one request, as `Service.stream`."""
         if not (self.ready or (self._is_open and self._others_may_join)):  # requests queue until a worker joins
             raise Draining(UNREADY)
         if (not_leader := self._standby_error()) is not None:

@@ -40,7 +40,6 @@ class Reshaper(Protocol):
 
     def reshape(self, worker: WorkerId, config: WorkerConfig, call: Call) -> tuple[WorkerConfig, str]:
         """Returns the configuration of the worker's warm executor, and why it is not `config`; "" if it is."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +94,7 @@ class MeshReshaper:
         )
 
     def _warm(self, machine: MeshExecutor, call: Call) -> tuple[float, int]:
-        """Compiles and warms the executor's programs and installs it.
-
-        Returns the time at which compilation ended, and how many programs were not warm.
-        """
+        """Warms and installs the executor. Returns the compilation's end time and the number of cold programs."""
         others = [each for name, each in self.machines.items() if name != machine.config.worker]
         remote = [(machine, each) for each in self.remote_programs(machine)]
         cold = compile_cold([*programs_with(machine, others), *remote])
@@ -154,7 +150,6 @@ class ChoiceMemory:
         return cls(folder, key_of(deployment), frozenset(matrix_leaves(deployment.model)))
 
     def find(self) -> Choice | None:
-        """Returns the stored choice; None without a valid one."""
         try:
             stored = json.loads(self._path().read_text(encoding="utf-8")) if self.folder is not None else {}
         except (OSError, ValueError):
@@ -191,7 +186,6 @@ class ChoiceMemory:
 
 
 def key_of(deployment: Deployment) -> dict[str, Any]:
-    """Returns all inputs of the measurement."""
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in MEASURING)
     return {
         "model": deployment.identity.fingerprint,

@@ -75,16 +75,13 @@ class Service(Protocol):
     @property
     def ready(self) -> bool:
         """True if new requests are accepted."""
-        ...
 
     @property
     def alive(self) -> bool:
         """False once the driver has died; the process is then about to exit."""
-        ...
 
     def now_s(self) -> float:
         """Returns seconds of the driver's clock, for `Request.arrival_s`."""
-        ...
 
     def stream(self, request: Request) -> AsyncGenerator[Update]:
         """Yields updates until one has `finish`.
@@ -93,12 +90,9 @@ class Service(Protocol):
 
         Raises RequestError (bad request), Rejected or Draining before the first update.
         """
-        ...
 
     def capacity(self) -> Capacity | None:
         """Returns the stack's capacity; None if it is not known."""
-        ...
 
     def cancel(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends the request with `reason`: STOP if a stop string completed its answer."""
-        ...

@@ -23,10 +23,7 @@ from jdisagg.serve.driver.kv_moves import WorkerStores
 def open_stores(
     deployment: Deployment, settings: Settings, machines: Mapping[WorkerId, MeshExecutor]
 ) -> dict[WorkerId, WorkerStores]:
-    """Returns the stores of each worker, empty without tiers.
-
-    Raises ConfigError if a file or a pool cannot be opened.
-    """
+    """Returns the stores of each worker. Raises ConfigError if a file or a pool cannot be opened."""
     if not any(machine.config.has_tiers for machine in machines.values()):
         return {}
     model = deployment.kv_fingerprint
@@ -46,10 +43,7 @@ def _stores(settings: Settings, machine: MeshExecutor, model: str) -> WorkerStor
 
 
 def _disk(settings: Settings, config: WorkerConfig, form: RecordLayout, fingerprint: str) -> DiskStore:
-    """Opens the first file of this role that no other worker has open.
-
-    Files are numbered, since workers' names change with every start of their process.
-    """
+    """Opens the first numbered file of this role that no other worker has open; names of workers are not stable."""
     folder = _folder(settings.disk_path)
     for number in count():
         try:

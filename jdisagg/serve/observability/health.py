@@ -76,10 +76,7 @@ FORGOTTEN_S = 3600.0  # a missing worker is forgotten after this time
 
 
 class Troubles:
-    """Workers that vanished without leaving, and a journal that ended, from the router's events.
-
-    Written on the driver's thread, read from any thread.
-    """
+    """Workers that vanished without leaving, and a journal that ended. Read from any thread."""
 
     def __init__(self, families: Families) -> None:
         self._leaving: set[WorkerId] = set()

@@ -59,7 +59,6 @@ class Group(Protocol):
 
     def folds(self) -> Mapping[Kind, Fold]:
         """Returns the folds of this group by the kind of event."""
-        ...
 
 
 def by_kind(groups: Iterable[Group]) -> dict[Kind, list[Fold]]:

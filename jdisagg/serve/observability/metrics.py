@@ -274,10 +274,7 @@ class Metrics:
         recompiles: Callable[[], float] | None = None,
         compat: Collection[str] = (),
     ) -> None:
-        """`page_bytes` are bytes of a KV page over all layers.
-
-        `compat` ("vllm", "jetstream") adds aliases of that server.
-        """
+        """`page_bytes` counts all layers of a KV page. `compat` ("vllm", "jetstream") adds that server's names."""
         registry = CollectorRegistry()
         self._families = families = Families(registry, model_name)
         self._workers: Workers = {config.worker: config for config in workers}
@@ -336,13 +333,11 @@ class Metrics:
         self.troubles.journal_ended()
 
     def watch_pools(self, workers: Mapping[WorkerId, Worker]) -> None:
-        """Adds gauges of the uses of this process's pages."""
         for name, worker in workers.items():
             self._pools.watch(name, worker)
             self._tiers.watch(name, worker)
 
     def limited(self, limit: str) -> None:
-        """Counts a request that was over this limit of its client."""
         self._limited.of(limit).inc()
 
     def watch_held(self, worker: str, held_bytes: Callable[[], tuple[int, int]]) -> None:

@@ -25,12 +25,8 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.request import FinishReason, RequestId
 from jdisagg.core.traceparent import TraceParent, parse_traceparent, span_id_of, trace_id_of
 
-ROOM_SPANS, BATCH_SPANS, TIMEOUT_S, SEND_EVERY_S = (
-    8192,
-    512,
-    5.0,
-    0.5,
-)  # spans queued and per export; seconds per export and between exports
+ROOM_SPANS, BATCH_SPANS = 8192, 512  # spans in the queue, and in one export
+TIMEOUT_S, SEND_EVERY_S = 5.0, 0.5  # of one export, and between two
 FLUSH_S = 2.0  # the longest wait at exit for spans that were not sent yet
 WHOSE = {"prefill": "prefill", "transfer": "decode", "first_step": "decode", "decode": "decode"}
 
@@ -63,16 +59,13 @@ def traceparent_of(request_id: RequestId, header: str) -> TraceParent:
     return parse_traceparent(header) or TraceParent(trace_id_of(request_id.rpartition("-")[0] or request_id), "")
 
 
-def spans_of(running: Asked, finish: Finish, source: Source, shift_ns: int) -> list[Span]:
-    """Returns the spans of an ended request, the whole first.
-
-    `shift_ns` turns the driver's clock into wall-clock time.
-    """
+def spans_of(state: Asked, finish: Finish, source: Source, shift_ns: int) -> list[Span]:
+    """Returns the spans of an ended request, the whole first; `shift_ns` leads to wall-clock time."""
     ledger, spans = finish.ledger, finish.ledger.spans()
     if not spans:
         return []
-    root = _identity(running.context.trace_id, span_id_of(finish.request_id))
-    caller = _identity(running.context.trace_id, running.context.parent_id) if running.context.parent_id else None
+    root = _identity(state.context.trace_id, span_id_of(finish.request_id))
+    caller = _identity(state.context.trace_id, state.context.parent_id) if state.context.parent_id else None
     good = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
     whole = Span(
         f"{source.model} answer",
@@ -82,8 +75,8 @@ def spans_of(running: Asked, finish: Finish, source: Source, shift_ns: int) -> l
         {
             "gen_ai.system": "jdisagg",
             "gen_ai.request.model": source.model,
-            "gen_ai.usage.input_tokens": running.prompt_tokens,
-            "gen_ai.usage.output_tokens": running.tokens,
+            "gen_ai.usage.input_tokens": state.prompt_tokens,
+            "gen_ai.usage.output_tokens": state.tokens,
             "gen_ai.response.finish_reasons": finish.reason.value,
             "jdisagg.request_id": finish.request_id,
             "jdisagg.cached_tokens": ledger.cached_tokens,
@@ -108,16 +101,14 @@ def _parts(root: SpanContext, finish: Finish, source: Source, shift_ns: int) -> 
         attempt += part == "queue" and began in again
         again -= {began} if part == "queue" else set()
         worker = workers.get(WHOSE.get(part, "")) if attempt == last else None  # unknown for earlier attempts
-        attributes: Mapping[str, str | int] = {"jdisagg.attempt": attempt} | (
-            {"jdisagg.worker": worker} if worker else {}
-        )
+        named: Mapping[str, str | int] = {"jdisagg.attempt": attempt} | ({"jdisagg.worker": worker} if worker else {})
         context = _identity(f"{root.trace_id:032x}", span_id_of(f"{finish.request_id}/{number}"))
         one = Span(
             part,
             context,
             root,
             source.resource,
-            attributes,
+            named,
             start_time=began + shift_ns,
             end_time=ended + shift_ns,
             instrumentation_scope=source.scope,
@@ -141,18 +132,18 @@ class Tracer:
 
     def observe(self, actor: str, item: Any, now_s: float) -> None:
         if isinstance(item, EmitTokens):
-            running = self._running.get(item.request_id)
-            if running is not None:
-                running.tokens += len(item.delta.sampled)
+            state = self._running.get(item.request_id)
+            if state is not None:
+                state.tokens += len(item.delta.sampled)
         elif isinstance(item, Submit):
             request = item.request
             context = traceparent_of(request.request_id, request.traceparent)
             if context.sampled:
                 self._running[request.request_id] = Asked(context, request.prompt_tokens)
         elif isinstance(item, Finish):
-            running = self._running.pop(item.request_id, None)
-            if running is not None:
-                self._export(spans_of(running, item, self._source, round((self._wall_s() - now_s) * 1e9)))
+            state = self._running.pop(item.request_id, None)
+            if state is not None:
+                self._export(spans_of(state, item, self._source, round((self._wall_s() - now_s) * 1e9)))
         elif isinstance(item, Reject):
             self._running.pop(item.request_id, None)
 
@@ -165,7 +156,6 @@ class Exporter:
         self._waiting = BatchSpanProcessor(sender, ROOM_SPANS, 1000 * SEND_EVERY_S, BATCH_SPANS)
 
     def put(self, spans: list[Span]) -> None:
-        """Queues spans to send, without waiting."""
         for span in spans:
             self._waiting.on_end(span)
 

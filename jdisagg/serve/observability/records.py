@@ -307,7 +307,6 @@ class Records:
     # ------------------------------------------------------------ writing
 
     def note(self, decision: Decision) -> None:
-        """Stores a decision of the router."""
         self._decisions.append(decision)
         trace = self._traces.get(decision.request_id)
         if trace is not None:
@@ -405,7 +404,6 @@ class Records:
         return [decision.to_json() for decision in self.last(count)]
 
     def last(self, count: int) -> list[Decision]:
-        """Returns the last `count` decisions, latest first."""
         return list(self._decisions)[: -count - 1 : -1]
 
     def requests(self) -> list[dict[str, Any]]:
@@ -438,6 +436,4 @@ class DebugState:
     records: Records
     transfer_stats: Callable[[], TransferStats]
     places: Callable[[], Sequence[Place]] = tuple  # the workers that are present now
-    holders: Callable[[Sequence[int], str, float], list[dict[str, Any]]] = (
-        lambda tokens, salt, now_s: []
-    )  # workers that hold a prompt's KV
+    holders: Callable[[Sequence[int], str, float], list[dict[str, Any]]] = lambda tokens, salt, now_s: []

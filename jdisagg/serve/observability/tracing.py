@@ -93,7 +93,6 @@ def _steps(rows: Rows, steps: Iterable[RanStep]) -> list[Event]:
 
 
 def _spans(rows: Rows, request: Mapping[str, Any]) -> list[Event]:
-    """Returns the spans of a request, in a row of its own."""
     workers, name = request["workers"], request["request_id"]
     found = []
     for span in request["spans"]:
@@ -182,7 +181,6 @@ def device_trace(seconds: float) -> Files:
 
 
 def own_profile(seconds: float) -> Profiles:
-    """Takes a profile of this process alone, as `device_trace`."""
     return {ROUTER_PROCESS: device_trace(seconds)}
 
 

@@ -186,10 +186,7 @@ class PoolMetrics:
             "kv_pages", "KV pages that a reservation may take (free), and the others (used)", "worker", "state"
         )
         self._by_use = families.gauge(
-            "kv_pages_by_use",
-            "KV pages: free, in_flight, live (in use), cached (kept, unused)",
-            "worker",
-            "use",
+            "kv_pages_by_use", "KV pages: free, in_flight, live (in use), cached (kept, unused)", "worker", "use"
         )
         self._usage = families.gauge("kv_usage_ratio", "Share of KV pages that no reservation may take", "worker")
         self._sequences = families.gauge("decode_sequences", "Sequences decoding, and room for more", "worker", "state")
@@ -295,7 +292,6 @@ def read_samples(rows: Any) -> Samples:
 
 
 def family_of(name: str) -> str:
-    """Returns the family name of a sample."""
     for suffix in ("_total", "_sum", "_count"):
         name = name.removesuffix(suffix)
     return name

@@ -107,17 +107,10 @@ class DispatchDigestMonitor:
 
 
 class Members:
-    """The members of a group as their leader sees them.
-
-    Methods are safe from any thread; all commands that dispatch programs come from one thread.
-    """
+    """The members of a group. Methods are safe from any thread, but one thread alone dispatches programs."""
 
     def __init__(
-        self,
-        group: str,
-        streams: Mapping[int, GroupStream],
-        over: Callable[[str], None],
-        silence_s: float,
+        self, group: str, streams: Mapping[int, GroupStream], over: Callable[[str], None], silence_s: float
     ) -> None:
         self.group, self.streams = group, dict(streams)
         self._over, self._stall_s = over, math.inf
@@ -144,14 +137,10 @@ class Members:
         return self._send(body, None)
 
     def ask(self, body: dict[str, Any]) -> dict[int, Future[Reply]]:
-        """Sends a command to all members and returns their replies by rank.
-
-        The futures are never set if the group ends.
-        """
+        """Sends a command to all members and returns their replies by rank, which are never set if the group ends."""
         return self.ask_numbered(body)[0]
 
     def ask_numbered(self, body: dict[str, Any]) -> tuple[dict[int, Future[Reply]], int]:
-        """Returns the replies, as `ask`, and the command's number."""
         replies: dict[int, Future[Reply]] = {rank: Future() for rank in self.streams}
         return replies, self._send(body, dict(replies))
 
@@ -219,10 +208,7 @@ class Members:
             self._over(f"group {self.group!r} ends: {why}")
 
     def send_end(self, why: str) -> bool:
-        """Tells the members that the group ends; the reason is blank after a requested stop.
-
-        Returns False if it was sent before.
-        """
+        """Tells the members that the group ends; blank after a requested stop. Returns False if it was sent before."""
         if self._ended:
             return False
         self._ended = True
@@ -234,7 +220,6 @@ class Members:
         return True
 
     def stop(self, wait_s: float = 5.0) -> None:
-        """Ends the group after a requested stop; the members leave first."""
         self.send_end("")
         self._pulse.stop()
         deadline_s = time.monotonic() + wait_s
@@ -337,7 +322,6 @@ class GroupExecutor(MeshExecutor):
 
 
 def awaited(replies: Mapping[int, Future[Reply]], timeout_s: float | None = None) -> list[Reply]:
-    """Waits for the replies of all members and returns them. Raises TimeoutError."""
     return [future.result(timeout_s) for future in replies.values()]
 
 
@@ -423,10 +407,7 @@ class LeaderStart:
     """The start of a leader, once all its members have joined."""
 
     def __init__(self, settings: Settings, place: GroupPlace, over: Callable[[str], None]) -> None:
-        """Waits for the members. Raises ConfigError, GroupUnfilled.
-
-        `over` is called with the reason when the group ends.
-        """
+        """Waits for the members. `over` gets the reason for the group's end. Raises ConfigError, GroupUnfilled."""
         self.place, self._settings = place, settings
         self._assembly = Assembly(meeting_of(settings, place), card_of(settings, place))
         streams = self._assembly.gather()
@@ -475,11 +456,9 @@ class LeaderStart:
         return PeerRecord(machine.config, shapes, capabilities, holders)
 
     def failed(self, error: BaseException) -> None:
-        """Tells the members why the worker cannot start."""
         self.members.send_end(f"its leader cannot start: {type(error).__name__}: {str(error)[:600]}")
 
     def stop(self) -> None:
-        """Stops the listener and ends the group."""
         self._assembly.close()
         self.members.stop()
 
@@ -539,7 +518,6 @@ class MemberStart:
         return command
 
     def failed(self, error: BaseException) -> None:
-        """Reports the error to the leader, which ends the group."""
         try:
             self.stream.send({"failed": f"{type(error).__name__}: {str(error)[:400]}"})
         except JdisaggError:

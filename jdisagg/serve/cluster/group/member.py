@@ -115,7 +115,6 @@ class Member:
             return f"{type(error).__name__}: {str(error)[:400]}"
 
     def leave(self) -> None:
-        """Asks the leader to drain the group, because this process was asked to stop."""
         self._stream.send({"leave": True})
 
     def close(self) -> None:

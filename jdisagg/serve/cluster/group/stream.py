@@ -134,10 +134,7 @@ BEAT = "beat"
 
 
 class GroupStream:
-    """Signed bodies on a `FrameSocket`. `send` is safe from any thread; one thread may call `bodies`.
-
-    `who` names the other end in messages.
-    """
+    """Signed bodies on a socket. `send` is safe from any thread, and one thread may call `bodies`."""
 
     def __init__(self, frames: FrameSocket, secret: bytes, session: str, sides: tuple[str, str], who: str) -> None:
         """`sides` has the names of this end and of the other end in the session."""
