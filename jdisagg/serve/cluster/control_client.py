@@ -44,6 +44,7 @@ class ClientCallbacks(Protocol):
 
     def hello(self) -> dict[str, Any]:
         """Returns the handshake's body that describes this process's workers, new for every session."""
+        ...
 
     def on_joined(self, link: Link, welcome: dict[str, Any]) -> None: ...
 

@@ -50,6 +50,7 @@ class ServerCallbacks(Protocol):
 
     def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer to an authenticated peer. A JdisaggError refuses the peer with its text."""
+        ...
 
     def on_joined(self, link: Link) -> None:
         """Called when the answer was sent; from now on the link accepts messages."""

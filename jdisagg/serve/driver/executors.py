@@ -46,6 +46,7 @@ class RemoteWorkers(Protocol):
 
     def ship(self, machine: Executor, transfer: KVTransfer) -> Shipment:
         """Packs pages and offers them to the other process. Raises TransferRefused without a peer."""
+        ...
 
     def lend(self, lent: Lent) -> None:
         """Sends lent records, as `kv_moves.Lender` does. Safe from any thread."""

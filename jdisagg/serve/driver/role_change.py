@@ -40,6 +40,7 @@ class Reshaper(Protocol):
 
     def reshape(self, worker: WorkerId, config: WorkerConfig, call: Call) -> tuple[WorkerConfig, str]:
         """Returns the configuration of the worker's warm executor, and why it is not `config`; "" if it is."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

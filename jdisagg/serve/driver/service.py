@@ -73,15 +73,12 @@ class Service(Protocol):
     sampling_defaults: dict[str, float]  # the model's values for what a request leaves out
 
     @property
-    def ready(self) -> bool:
-        """True if new requests are accepted."""
+    def ready(self) -> bool: ...  # True if new requests are accepted
 
     @property
-    def alive(self) -> bool:
-        """False once the driver has died; the process is then about to exit."""
+    def alive(self) -> bool: ...  # False once the driver has died; the process is then about to exit
 
-    def now_s(self) -> float:
-        """Returns seconds of the driver's clock, for `Request.arrival_s`."""
+    def now_s(self) -> float: ...  # seconds of the driver's clock, for `Request.arrival_s`
 
     def stream(self, request: Request) -> AsyncGenerator[Update]:
         """Yields updates until one has `finish`.
@@ -90,9 +87,9 @@ class Service(Protocol):
 
         Raises RequestError (bad request), Rejected or Draining before the first update.
         """
+        ...
 
-    def capacity(self) -> Capacity | None:
-        """Returns the stack's capacity; None if it is not known."""
+    def capacity(self) -> Capacity | None: ...  # None if it is not known
 
     def cancel(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends the request with `reason`: STOP if a stop string completed its answer."""

@@ -57,8 +57,7 @@ class Families:
 class Group(Protocol):
     """Metrics of one subject that events update."""
 
-    def folds(self) -> Mapping[Kind, Fold]:
-        """Returns the folds of this group by the kind of event."""
+    def folds(self) -> Mapping[Kind, Fold]: ...
 
 
 def by_kind(groups: Iterable[Group]) -> dict[Kind, list[Fold]]:
