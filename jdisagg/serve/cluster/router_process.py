@@ -248,14 +248,12 @@ def build_router(
     deployment: Deployment, settings: Settings, devices: Sequence[Any], progress: Progress
 ) -> RouterProcess:
     """Builds the router and this process's own workers, if --role names any. Raises CheckpointError, ConfigError."""
-    roles = roles_of(settings)
-    own = own_workers(deployment, roles)
+    own = own_workers(deployment, roles_of(settings))
     credentials = server_credentials(settings)
     remote_kv = remote_kv_of(deployment, settings)
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     machines = load_executors(deployment, settings, devices, own)
     node = RouterNode(remote_kv, machines, peers_of(machines, remote_kv), options_of(deployment, settings, own))
-    transport = remote_kv.config
     profiles = RouterProfiles(node)
     check = partial(Request.check, vocab_size=deployment.model.vocab_size, max_model_len=deployment.max_model_len)
     fronts = RouterFronts(profiles, check, lambda: node.able)
@@ -269,8 +267,8 @@ def build_router(
     leadership = leadership_of(settings, fronts, begin_term, step_down)
     control_server = ControlServer(
         f"{settings.host}:{settings.control_port}",
-        transport.secret,
-        transport.identity,
+        remote_kv.config.secret,
+        remote_kv.config.identity,
         leadership,
         heartbeat_of(settings),
         credentials,

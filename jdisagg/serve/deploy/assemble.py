@@ -227,12 +227,25 @@ def assemble(
     if operation is None:
         own = () if metrics is None else (metrics.observe,)
         return shared(metrics=metrics, observers=(*own, *observers))
+    return _operated(shared, deployment, settings, operation, workers, router, machines, observers)
+
+
+def _operated(
+    make: Callable[..., LocalService],
+    deployment: Deployment,
+    settings: Settings,
+    operation: OperationSpec,
+    workers: Mapping[WorkerId, Worker],
+    router: Actor,
+    machines: Mapping[WorkerId, MeshExecutor],
+    observers: Sequence[Observer],
+) -> LocalService:
     metrics, records = operation.metrics, operation.records
     metrics.watch_pools(workers)
     scaling = autoscaling_of(settings, [each.config for each in machines.values()], operation.options, metrics)
     holders = partial(holders_of, {**workers, ROUTER: router})
     debug = DebugState(records, operation.transfer_stats, operation.places, holders)
-    service = shared(
+    service = make(
         observers=(
             *(operation.journal.observe, metrics.observe, *scaling_observers(scaling)),
             *asked_observers(records, deployment, settings),

@@ -166,13 +166,8 @@ def resolve_deployment(
     speculation, has_grammars = read_speculation(settings.speculative), not why_no_grammars(settings)
 
     def sizes_of(mesh_row: WorkerMesh) -> WorkerSizes:
-        known = (
-            pages_of(mesh_row, sizes.max_num_seqs),
-            layouts[mesh_row.role].page_size,
-            longest,
-            speculation,
-            has_grammars,
-        )
+        page_size = layouts[mesh_row.role].page_size
+        known = pages_of(mesh_row, sizes.max_num_seqs), page_size, longest, speculation, has_grammars
         return WorkerSizes(sizes, *known, **kv_sizes(own_layers(model, layers, mesh_row), kv, draft_pages))
 
     workers = tuple(worker_config(settings, mesh_row, sizes_of(mesh_row)) for mesh_row in mesh.workers())

@@ -121,10 +121,7 @@ THRESHOLDS = 10_000, 10, 20
 
 
 def freeze_gc() -> None:
-    """Freezes the garbage collector's current objects, once all is loaded and compiled.
-
-    Without it a full collection visits JAX's million objects and blocks streams for most of a second.
-    """
+    """Freezes the current objects: a full collection of JAX's million objects blocks streams for most of a second."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

@@ -69,7 +69,7 @@ class LocalService:
         model_config: ModelConfig,
         max_model_len: int,
         tokenizer: Tokenizer,
-        fingerprint: str = "",  # of the model, shortened; empty for a toy model
+        fingerprint: str = "",
         observers: Sequence[Observer] = (),
         metrics: Metrics | None = None,
         journal: Journal | None = None,
@@ -85,10 +85,8 @@ class LocalService:
     ) -> None:
         """`metrics`, `journal` and `debug_state` are for the front ends; their `observe` must be among the observers.
 
-        `remote` reaches workers of other processes, and `able` then returns True if every phase has a worker.
-        `reshaper` rebuilds executors for the role changes that `pools` requests. `sampling_defaults` are the model's
-        values for what a request leaves out. `standby_error` returns the error of every request while the router does
-        not lead.
+        `remote` reaches workers of other processes; `able` then returns True if every phase has a worker. `reshaper`
+        rebuilds executors for role changes. `standby_error` returns the error of requests to a standby router.
         """
         self.model_name, self.model_config, self.fingerprint = model_name, model_config, fingerprint
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
@@ -109,9 +107,8 @@ class LocalService:
             stood=self._stood,
             stores=stores,
         )
-        self.pools = pools(self.driver)
+        self.pools, self._standby_error = pools(self.driver), standby_error
         self._able, self._others_may_join = able or (lambda: self.driver.able), remote is not None
-        self._standby_error = standby_error
 
     def _stood(self, effect: WorkerStands) -> None:
         self.pools.stood(effect)
