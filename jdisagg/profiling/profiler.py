@@ -34,7 +34,7 @@ from jdisagg.engine.runner import Runner
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker import Worker
-from jdisagg.serve.deploy.assemble import router_config
+from jdisagg.serve.deploy.assemble import assemble, router_config
 from jdisagg.serve.deploy.deployment import Deployment
 from jdisagg.serve.driver.local_service import LocalService
 
@@ -407,15 +407,9 @@ class Profiler:
     def _lone_request(self, tokens: int) -> tuple[float, ...]:
         """Returns seconds of a request alone in the system: its prefill, each later token, its reservation."""
         deployment, limits = self.deployment, router_config(self.settings)
-        service = LocalService(
-            Router(limits, deployment.workers),
-            {config.worker: Worker(config) for config in deployment.workers},
-            self.machines,
-            model_name=deployment.model_name,
-            model_config=deployment.model,
-            max_model_len=deployment.max_model_len,
-            tokenizer=Tokenizer(deployment.model_folder),
-        )
+        tokenizer, router = Tokenizer(deployment.model_folder), Router(limits, deployment.workers)
+        workers = {config.worker: Worker(config) for config in deployment.workers}
+        service = assemble(deployment, self.settings, tokenizer, router, workers, self.machines)
         service.start()
         try:
             parts = asyncio.run(_parts_of_one(service, tokens))

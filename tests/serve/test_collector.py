@@ -5,8 +5,8 @@ import sys
 
 STEADY = """
 import gc
-from jdisagg.serve import collector
-collector.settle()
+from jdisagg.serve.deploy import memory
+memory.freeze_gc()
 before = [each["collections"] for each in gc.get_stats()]
 for _ in range(300):  # steps of hundreds of rows, whose tokens are made and dropped
     rows = [(slot, [slot]) for slot in range(512)]

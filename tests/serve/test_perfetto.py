@@ -115,7 +115,7 @@ def test_steps_that_overlap_are_shown_one_behind_the_other():
 
 
 def test_steps_are_kept_to_a_bound_whether_they_end_or_not():
-    log = StepLog(kept=3)
+    log = StepLog(limit=3)
     for step_id in range(1, 9):
         log.began("d", StepPlan(step_id), float(step_id))
     for step_id in range(1, 9):

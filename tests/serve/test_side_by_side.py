@@ -38,10 +38,10 @@ def test_an_error_of_any_is_raised_before_the_others_have_ended():
 def test_the_progress_is_of_all_and_whoever_tells_more_after_the_end_is_stopped():
     told: list[tuple[str, int, int]] = []
     joint = JointProgress(lambda *each: told.append(each))
-    joint.tell(P, "prefill", 0, 4)
-    joint.tell(D, "decode", 0, 6)
-    joint.tell(P, "prefill", 3, 4)
+    joint.report(P, "prefill", 0, 4)
+    joint.report(D, "decode", 0, 6)
+    joint.report(P, "prefill", 3, 4)
     joint.stop()
     with pytest.raises(Stopped):
-        joint.tell(D, "decode", 1, 6)
+        joint.report(D, "decode", 1, 6)
     assert told == [("prefill-0 prefill", 0, 4), ("decode-0 decode", 0, 10), ("prefill-0 prefill", 3, 10)]

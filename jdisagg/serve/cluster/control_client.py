@@ -1,4 +1,4 @@
-"""The control client of a worker process: it joins the router, says what it is, and joins again when cut off."""
+"""The control client of worker and front processes: it joins the router, and joins again after a lost connection."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from jdisagg.serve.cluster.link import (
 log = logging.getLogger("jdisagg.cluster")
 
 MAX_REFUSAL_CHARS = 1000  # characters of a refusal
-OWN = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # a connection of its own, whoever else calls that address
+OWN = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # not shared with other clients of the address
 
 
 class ClientCallbacks(Protocol):
-    """What a worker process does with its link. Called from the link's thread."""
+    """The reactions of a worker or front process to its link. Called on the link's thread."""
 
     def hello(self) -> dict[str, Any]:
-        """The body of the handshake that describes its workers, made anew for every session."""
+        """Returns the handshake's body that describes this process's workers, new for every session."""
         ...
 
     def on_joined(self, link: Link, welcome: dict[str, Any]) -> None: ...
@@ -51,13 +51,12 @@ class ClientCallbacks(Protocol):
     def on_message(self, body: dict[str, Any]) -> None: ...
 
     def on_lost(self, why: str) -> None:
-        """Once for every `on_joined`: everything of that session is over."""
-        ...
+        """Called once for every `on_joined`, when the session has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """The worker process's part of a handshake: who it is, and who the router has to be."""
+    """The client's side of a handshake: its identity, and the identity that the router must have."""
 
     address: str
     secret: bytes
@@ -65,7 +64,7 @@ class Handshake:
     heartbeat: Heartbeat
 
     def open_link(self, call: Any, nonce: str) -> Link:
-        """The session, once the router has proved itself; it has not heard of us yet. Raises PeerMismatch, PeerDead."""
+        """Returns the link once the router has proved that it has the secret. Raises PeerMismatch, PeerDead."""
         try:
             reply = read_opening(next(call))
         except (grpc.RpcError, StopIteration) as error:
@@ -83,7 +82,7 @@ class Handshake:
         link.send(hello | {"identity": asdict(self.identity)})
 
     def welcome(self, link: Link, answers: Any) -> dict[str, Any]:
-        """The router's answer. Raises PeerMismatch where it refuses us or runs something else, PeerDead."""
+        """Returns the router's answer. Raises PeerMismatch for a refusal or another identity, PeerDead."""
         try:
             body = link.read(read_record(answers, PIECE_BYTES))
         except (grpc.RpcError, StopIteration) as error:
@@ -97,7 +96,7 @@ class Handshake:
 
 
 class Opening:
-    """Our side of the stream: the first record, then, once both ends know each other, those of the link."""
+    """The client's records of a stream: the first one, and after the handshake those of the link."""
 
     def __init__(self) -> None:
         self._known = threading.Event()
@@ -109,7 +108,6 @@ class Opening:
         self._known.set()
 
     def give_up(self) -> None:
-        """There is nothing more to say, unless the link was given already."""
         self._known.set()
 
     def records(self, nonce: str) -> Iterator[bytes]:
@@ -117,20 +115,20 @@ class Opening:
         self._known.wait()
         if self._link is not None:
             yield from self._link.records()
-            self._call.cancel()  # silent or hung up: whoever waits for the router's next message is to know
+            self._call.cancel()  # the link ended: wake the thread that waits for the router's next message
 
 
 Locate = Callable[[], tuple[str, int] | None]  # the leader's address and term, as a `Lease` has them
 
 
 class TermFence:
-    """The terms that a worker or front has obeyed: a router of a lower one is refused."""
+    """The highest term that a worker or front has accepted; a router with a lower term is refused."""
 
     def __init__(self) -> None:
         self.term, self.router = 0, ""
 
     def obey(self, term: Any, router: Any) -> None:
-        """Obeys the router from now on. Raises PeerDead for a lower term than was obeyed, SenselessWord for none."""
+        """Accepts the router's term. Raises PeerDead for a lower term than was accepted, SenselessWord for no term."""
         if type(term) is not int or not 0 <= term < MAX_TERM or not isinstance(router, str):
             raise SenselessWord(f"the router leads with the term {str(term)[:20]}, must lie in [0, {MAX_TERM - 1}]")
         if term < self.term or (term == self.term and self.term and router != self.router):
@@ -141,8 +139,8 @@ class TermFence:
 class ControlClient:
     """Keeps this process joined to the router that leads until `stop`; a router that refuses the process ends it.
 
-    The router is at `address`, or where `locate` says; `locate` is asked again before every connection, and while one
-    stands, so that a new leader is found before the old one is missed.
+    The router is at `address`, or at the address that `locate` returns. `locate` is called before every connection and
+    during it, so that a new leader is found before the old one times out.
     """
 
     def __init__(
@@ -158,7 +156,7 @@ class ControlClient:
         handshake_s: float = HANDSHAKE_S,
         locate: Locate | None = None,
     ) -> None:
-        """`refused` is called with why the router will never take this process as it is."""
+        """`refused` is called with the reason if the router refuses this process for good."""
         self._callbacks, self._refused, self._locate = callbacks, refused, locate
         self._handshake = Handshake(address, secret, identity, heartbeat or Heartbeat())
         self._fence = TermFence()
@@ -186,7 +184,7 @@ class ControlClient:
         return self._handshake.address
 
     def _find(self) -> None:
-        """Asks the coordination service for the leader's address. Raises CoordinationError where there is none."""
+        """Asks the coordination service for the leader's address. Raises CoordinationError without a leader."""
         if self._locate is None:
             return
         found = self._locate()
@@ -210,12 +208,11 @@ class ControlClient:
                 return
             except (JdisaggError, grpc.RpcError) as error:
                 log.info("no router at %s: %s", self.address, error)
-            except Exception:  # whatever answers there: this process goes on looking for its router
+            except Exception:  # from any peer at the address: keep looking for the router
                 log.exception("what is at %s cannot be followed", self.address)
             self._stopped.wait(self._retry_s)
 
     def _connect(self) -> None:
-        """One stream, from the handshake to its end."""
         if self._credentials:
             channel = grpc.secure_channel(self.address, self._credentials, OWN)
         else:
@@ -223,31 +220,31 @@ class ControlClient:
         with channel:
             nonce, opening = new_nonce(), Opening()
             self._call = call = channel.stream_stream(METHOD)(opening.records(nonce))
-            deadlines = threading.Timer(self._handshake_s, call.cancel)  # one that is stopped, or cut off, says nothing
+            deadlines = threading.Timer(self._handshake_s, call.cancel)  # a stopped router does not answer
             deadlines.start()
             try:
                 link = self._handshake.open_link(call, nonce)
-                self._handshake.greet(link, self._callbacks.hello() | self._obeyed())
+                self._handshake.greet(link, self._callbacks.hello() | self._accepted_term())
                 opening.go_on(link, call)
                 welcome = self._handshake.welcome(link, call)
-                self._heed(welcome)
+                self._check_welcome(welcome)
             finally:
                 deadlines.cancel()
                 opening.give_up()
             self._serve(link, welcome, call)
 
-    def _obeyed(self) -> dict[str, Any]:
-        """Returns the highest term that was obeyed, which the next router's must exceed, and whose it is."""
+    def _accepted_term(self) -> dict[str, Any]:
+        """Returns the highest accepted term, which the next router's term must exceed, and its router."""
         return {"term": self._fence.term, "router": self._fence.router}
 
-    def _heed(self, welcome: dict[str, Any]) -> None:
-        """Obeys the router. Raises PeerDead where it is a standby, or leads with a lower term than was obeyed."""
+    def _check_welcome(self, welcome: dict[str, Any]) -> None:
+        """Accepts the router's term. Raises PeerDead for a standby, or for a lower term than was accepted."""
         if welcome.get("standby"):
             raise PeerDead("it is a standby")
         self._fence.obey(welcome.get("term", 0), welcome.get("router", ""))
 
     def _check_leader(self, link: Link) -> None:
-        """Ends the link where the service names a leader elsewhere, of a higher term."""
+        """Ends the link if the service names another leader with a higher term."""
         try:
             found = None if self._locate is None else self._locate()
         except JdisaggError:
@@ -257,7 +254,7 @@ class ControlClient:
 
     def _serve(self, link: Link, welcome: dict[str, Any], call: Any) -> None:
         self._link = link
-        if self._stopped.is_set():  # stopped while it was being welcomed
+        if self._stopped.is_set():  # `stop` was called during the handshake
             link.hang_up("this process goes down")
         try:
             self._callbacks.on_joined(link, welcome)
@@ -295,7 +292,7 @@ def _code(error: grpc.RpcError) -> str:
 
 
 def _reason(error: grpc.RpcError | StopIteration) -> JdisaggError:
-    """A refusal with the router's reason, or a router that is not there."""
+    """Returns PeerMismatch with the router's reason for a refusal, else PeerDead."""
     details = getattr(error, "details", None)
     text = (details() if details is not None else "") or type(error).__name__
     reason = "".join(each if each.isprintable() else " " for each in text[:MAX_REFUSAL_CHARS])

@@ -1,8 +1,8 @@
-"""The router's control server: it admits worker processes, hears them, and notices when they are gone.
+"""The router's control server: it admits worker and front processes, receives messages, and detects lost processes.
 
 A handshake proves the shared secret both ways (challenge and response over two fresh nonces) and compares what the two
-processes run; a peer of another model, version or layout is told both fingerprints and sent away. Until then a peer is
-a stranger: there are so many at once, each has so long, and may send one short piece.
+processes run. A peer with another model, version or layout is refused with both values. Before that a peer is
+unauthenticated: the number of such peers, their time and the size of their first record are limited.
 """
 
 from __future__ import annotations
@@ -40,27 +40,25 @@ from jdisagg.serve.cluster.link import (
 log = logging.getLogger("jdisagg.cluster")
 
 MAX_PEERS = 256  # processes that have joined
-MAX_STRANGERS = 64  # peers that have yet to prove themselves
-MAX_CALLS = MAX_PEERS + 2 * MAX_STRANGERS  # with those on their way out; a thread each
+MAX_STRANGERS = 64  # unauthenticated peers
+MAX_CALLS = MAX_PEERS + 2 * MAX_STRANGERS  # with calls that are ending; a thread each
 OPTIONS = [("grpc.max_receive_message_length", PIECE_BYTES + 1)]
 
 
 class ServerCallbacks(Protocol):
-    """What the router's process does with its peers. Called from the links' threads."""
+    """The reactions of the router's process to its peers. Called on the links' threads."""
 
     def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
-        """A peer has proved itself; what to answer. A JdisaggError sends it away with its text."""
+        """Returns the answer to an authenticated peer. A JdisaggError refuses the peer with its text."""
         ...
 
     def on_joined(self, link: Link) -> None:
-        """The answer is on its way: from now on the link takes messages."""
-        ...
+        """Called when the answer was sent; from now on the link accepts messages."""
 
     def on_message(self, link: Link, body: dict[str, Any]) -> None: ...
 
     def on_lost(self, link: Link, why: str) -> None:
-        """Once for every link that was admitted."""
-        ...
+        """Called once for every admitted link, when it has ended."""
 
 
 class ControlServer:
@@ -76,13 +74,9 @@ class ControlServer:
         credentials: grpc.ServerCredentials | None = None,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
-        """Raises ConfigError where the address cannot be had."""
-        self._secret, self._identity, self._callbacks, self._heartbeat = (
-            secret,
-            identity,
-            callbacks,
-            heartbeat or Heartbeat(),
-        )
+        """Binds the address. Raises ConfigError if that fails."""
+        self._secret, self._identity, self._callbacks = secret, identity, callbacks
+        self._heartbeat = heartbeat or Heartbeat()
         self._handshakes = PendingHandshakes(MAX_STRANGERS, handshake_s)
         self._links: dict[Link, grpc.ServicerContext] = {}
         self._lock = threading.Lock()
@@ -103,7 +97,6 @@ class ControlServer:
         self._checker.start()
 
     def stop(self) -> None:
-        """Hangs up on everybody."""
         with self._lock:
             links = list(self._links)
         for link in links:
@@ -112,7 +105,7 @@ class ControlServer:
         self._checker.stop()
 
     def _end_overdue(self) -> None:
-        """Shows out strangers who take too long, and ends the calls of links that do not end by themselves."""
+        """Ends handshakes that take too long, and the calls of links that are stuck."""
         self._handshakes.sweep()
         with self._lock:
             links = list(self._links.items())
@@ -121,7 +114,6 @@ class ControlServer:
                 call.cancel()
 
     def _serve(self, records: Iterator[bytes], call: grpc.ServicerContext) -> Iterator[bytes]:
-        """One peer's stream, from its first record to its end."""
         if len(self._links) >= MAX_PEERS:
             call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_PEERS} processes have joined, the most there may be")
         try:
@@ -160,6 +152,7 @@ class ControlServer:
         threading.Thread(target=self._listen, args=(link, records), name="control-reader", daemon=True).start()
 
     def _challenge(self, records: Iterator[bytes]) -> Any:
+        """Reads the peer's nonce, sends ours with a proof of the secret, and returns both nonces."""
         first = read_opening(next(records, b""))
         if first.get("jdisagg") != PROTOCOL:
             theirs = f"the peer speaks protocol {first.get('jdisagg')!r:.40}"
@@ -188,7 +181,7 @@ class ControlServer:
             link.hang_up("the connection broke")
         except JdisaggError as error:
             link.hang_up(str(error))
-        except Exception as error:  # whatever it said: it is the peer that goes, not we
+        except Exception as error:  # from any message: the peer's link ends, and the server goes on
             log.exception("a peer said what cannot be followed")
             link.hang_up(f"{type(error).__name__}: {error}")
 
@@ -200,7 +193,7 @@ class ControlServer:
 
 
 def _limits(handshake_s: float) -> list[tuple[str, int]]:
-    """Of the server, beside those of a call: who opens a connection has to use it, and not for many calls."""
+    """Returns the gRPC options that limit connections, their idle time and their calls."""
     patience_ms = math.ceil(1000 * handshake_s)
     return [
         *OPTIONS,
@@ -214,11 +207,10 @@ def _limits(handshake_s: float) -> list[tuple[str, int]]:
 
 
 def _who(hello: dict[str, Any]) -> str:
-    """A peer that has proved itself, as it calls itself."""
     named = hello.get("named")
     return f"the process of {shown(named)}" if named else "the peer"
 
 
 def _host_of(peer: str) -> str:
-    """Of "ipv4:10.0.0.1:40000" what is before the port."""
+    """Returns the host of a gRPC peer: "ipv4:10.0.0.1" of "ipv4:10.0.0.1:40000"."""
     return peer.rpartition(":")[0]

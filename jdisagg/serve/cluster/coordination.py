@@ -48,15 +48,12 @@ class Lease(Protocol):
 
     def hold(self, above: int = 0) -> int | None:
         """Takes or renews the lease. Returns its term, which exceeds `above`; None while another router leads."""
-        ...
 
     def leader(self) -> tuple[str, int] | None:
-        """Returns the address and the term of the router that leads; None where there is none."""
-        ...
+        """Returns the address and the term of the router that leads; None without a leader."""
 
     def release(self) -> None:
-        """Gives the lease up, if this router holds it, so that another may lead at once."""
-        ...
+        """Releases the lease, if this router holds it, so that another may lead at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ class RouterAddress:
 
 
 class InProcessLease:
-    """The lease where there is one router: it always leads, and every start has a higher term, by the clock."""
+    """The lease of a single router: it always leads, and every start has a higher term, by the clock."""
 
     def __init__(self, address: str, clock: Callable[[], float] = time.time) -> None:
         self._address = address
@@ -175,7 +172,7 @@ class RedisLease:
         self._call(lambda: self._release_script(self._keys[:1], [self._holder]))
 
     def _call(self, command: Callable[[], Any]) -> Any:
-        """Returns the reply. Raises CoordinationError, and ConfigError where the server may evict the lease."""
+        """Returns the reply. Raises CoordinationError, and ConfigError if the server may evict the lease."""
         try:
             if not self._is_checked:
                 policy = self._client.info("memory").get("maxmemory_policy", "noeviction")
@@ -245,19 +242,19 @@ class EtcdLease:
             raise CoordinationError(f"etcd's record {self._prefix}/leader cannot be read: {error!r}") from error
 
     def _write(self, record: dict[str, Any] | None, last: int | None, holder: str, term: int) -> bool:
-        """Writes record and last term where both are still as they were read; True where they were."""
+        """Writes the record and the last term if both are unchanged since they were read. Returns True if they were."""
         if record is None or record["holder"] != self._holder:
             granted = self._ask("lease/grant", {"TTL": str(math.ceil(self._ttl_s))})
             lease_id = str(granted["ID"])
         else:
             lease_id = self._lease_id
-        said = json.dumps({"holder": holder, "address": self._address if holder else "", "term": term})
+        text = json.dumps({"holder": holder, "address": self._address if holder else "", "term": term})
         unchanged = [
             self._compare("leader", None if record is None else record["text"]),
             self._compare("term", None if last is None else str(last)),
         ]
         puts = [
-            {"requestPut": {"key": self._key("leader"), "value": _encoded(said), "lease": lease_id}},
+            {"requestPut": {"key": self._key("leader"), "value": _encoded(text), "lease": lease_id}},
             {"requestPut": {"key": self._key("term"), "value": _encoded(str(term))}},
         ]
         if not self._ask("kv/txn", {"compare": unchanged, "success": puts}).get("succeeded"):
@@ -297,17 +294,17 @@ class KubernetesLease:
 
     def __init__(
         self,
-        place: str,
+        names: str,
         address: str,
         ttl_s: float,
         server: str = API_SERVER,
         folder: Path = SERVICE_ACCOUNT,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`place` is NAMESPACE/NAME, or empty. Raises ConfigError outside a pod with a service account."""
-        namespace, _, name = place.partition("/")
+        """`names` is NAMESPACE/NAME, or empty. Raises ConfigError outside a pod with a service account."""
+        namespace, _, name = names.partition("/")
         if bool(namespace) != bool(name) or "/" in name:
-            raise ConfigError(f"--coordination=kubernetes:{place} must be kubernetes, or kubernetes:NAMESPACE/NAME")
+            raise ConfigError(f"--coordination=kubernetes:{names} must be kubernetes, or kubernetes:NAMESPACE/NAME")
         try:
             namespace = namespace or (folder / "namespace").read_text().strip()
             (folder / "token").read_text()
@@ -367,7 +364,7 @@ class KubernetesLease:
         return record
 
     def _write(self, record: dict[str, Any] | None, holder: str, term: int, duration_s: int = 0) -> bool:
-        """Writes the object where it is still as it was read; False where another process changed it."""
+        """Writes the object if it is unchanged since it was read. Returns False if another process changed it."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         old = {} if record is None else record["spec"]
         is_same = bool(holder) and old.get("holderIdentity") == holder and old.get("leaseTransitions") == term
@@ -387,8 +384,8 @@ class KubernetesLease:
         if record is None:
             status, reply = self._ask("POST", "", document)
         else:
-            kept = record["metadata"]
-            document["metadata"] = kept | {"annotations": (kept.get("annotations") or {}) | annotations}
+            metadata = record["metadata"]
+            document["metadata"] = metadata | {"annotations": (metadata.get("annotations") or {}) | annotations}
             status, reply = self._ask("PUT", f"/{self._name}", document)
         if status in (404, 409):
             return False
@@ -397,7 +394,7 @@ class KubernetesLease:
         return True
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        token = (self._folder / "token").read_text().strip()  # it is renewed while the pod lives
+        token = (self._folder / "token").read_text().strip()  # Kubernetes renews it while the pod runs
         headers = {"authorization": f"Bearer {token}"}
         return _request(method, self._objects + path, body, headers, self._timeout_s, self._tls)
 
@@ -420,7 +417,7 @@ def open_lease(coordination: str, address: str, ttl_s: float) -> Lease:
 
 
 def lease_clock_s() -> float:
-    """Returns seconds that go on while the machine is suspended, where the system has such a clock."""
+    """Returns seconds of a clock that runs while the machine is suspended, if the system has one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -456,7 +453,7 @@ def _request(
     timeout_s: float = 1.0,
     tls: ssl.SSLContext | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Returns status and JSON object of a reply, of an error too. Raises CoordinationError where there is none."""
+    """Returns the status and the JSON object of a reply or an HTTP error. Raises CoordinationError without a reply."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})}, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

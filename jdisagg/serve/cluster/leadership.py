@@ -19,7 +19,7 @@ from jdisagg.serve.driver.service import NotLeader
 log = logging.getLogger("jdisagg.cluster")
 
 RENEWALS = 5  # in one TTL
-MARGIN = 0.2  # of the TTL: a leader stops that much before another may lead
+MARGIN = 0.2  # share of the TTL by which a leader stops before another may lead
 IN_PROCESS_INTERVAL_S = 1.0
 
 
@@ -44,14 +44,14 @@ class Leadership:
     ) -> None:
         """`begin_term` is called with every term that this router leads with, before it admits a worker.
 
-        `step_down` is called once with the reason when this router may lead no longer: its process is to end.
-        `ttl_s` is infinite where no other router can lead.
+        `step_down` is called once with the reason when this router may not lead any more; its process must then exit.
+        `ttl_s` is infinite if no other router can lead.
         """
         self._node, self._lease, self._ttl_s, self._clock = node, lease, ttl_s, clock
         self._begin_term, self._step_down = begin_term, step_down
-        self.identity = secrets.token_hex(8)  # tells a term of this router from the same term of another
+        self.identity = secrets.token_hex(8)  # distinguishes this router's term from the same term of another router
         self.term = 0
-        self._floor = 0  # the highest term that a worker has obeyed
+        self._floor = 0  # the highest term that a worker has accepted
         self._until_s = -math.inf
         self._has_stepped_down = False
         self._leader: tuple[str, int] | None = None
@@ -68,7 +68,7 @@ class Leadership:
         return not self._has_stepped_down and self._clock() < self._until_s
 
     def standby_error(self) -> NotLeader | None:
-        """Returns what a client is told by a standby, with the address of the leader; None while this router leads."""
+        """Returns a standby's error for clients, with the leader's address; None while this router leads."""
         if self.is_leader:
             return None
         try:
@@ -96,7 +96,7 @@ class Leadership:
     # ------------------------------------------------------------ the lease
 
     def renew(self) -> None:
-        """Takes or renews the lease; steps down where it is lost."""
+        """Takes or renews the lease; steps down if it is lost."""
         with self._lock:
             if self._has_stepped_down:
                 return
@@ -114,13 +114,13 @@ class Leadership:
                 self._leader = self._attempt(self._lease.leader)
 
     def _is_overdue(self) -> bool:
-        """Steps down where this router led and its time has run out; called before and after the service is."""
+        """Steps down if this router led and its lease has expired; checked before and after each request."""
         if self.term and not self.is_leader:
             self._end(f"its lease of term {self.term} was not renewed for {self._ttl_s * (1 - MARGIN):g} s")
         return self._has_stepped_down
 
     def _attempt(self, call: Callable[[], Any]) -> Any:
-        """Returns what the service answers; None where it cannot be reached."""
+        """Returns the service's answer; None if it cannot be reached."""
         try:
             found = call()
             self._last_error = ""
@@ -152,7 +152,7 @@ class Leadership:
     # ------------------------------------------------------------ `control_server.ServerCallbacks`
 
     def admit(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
-        """Admits a member where this router leads, with a term above every term that the member has obeyed."""
+        """Admits a member if this router leads with a term above every other router's that the member has accepted."""
         term = read_term(hello.get("term", 0))
         with self._lock:
             if term > self.term or (term == self.term and hello.get("router") != self.identity):

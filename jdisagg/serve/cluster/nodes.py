@@ -1,8 +1,8 @@
-"""The two kinds of processes of a cluster share how words and KV go out and come in; and one with workers alone.
+"""Nodes: a process's messages and KV to and from other processes. `Node` is the base; `WorkerNode` has workers only.
 
-The router's process relays messages between workers of different processes (a star: one link each, one place that knows
-who is there); KV goes from worker process to worker process. A worker process without its router goes on with what it
-decodes, gives up all else at once, and joins again as soon as there is a router.
+The router's process relays messages between workers of different processes: each process has one link, to the router,
+which alone knows the members. KV goes directly between worker processes. A worker process that lost its router keeps
+decoding, gives up all other work at once, and joins again when there is a router.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ log = logging.getLogger("jdisagg.cluster")
 
 
 class Node:
-    """What both kinds share: messages and KV out, and in.
+    """Sends and receives messages and KV of a process; the base of both kinds of nodes.
 
     `driver` and `merged` are set before anything starts; `observe` is one of the driver's observers.
     """
@@ -66,11 +66,11 @@ class Node:
         own: Sequence[PeerRecord],
         options: Mapping[WorkerId, WorkerShapes] | None = None,
     ) -> None:
-        """options: what workers of this process can become."""
+        """`options` has the roles and shapes that workers of this process can take."""
         self.remote_kv, self.machines, self.own = remote_kv, machines, tuple(own)
         self.options: dict[WorkerId, WorkerShapes] = dict(options or {})
         self.peers: dict[WorkerId, PeerRecord] = {}  # workers of other processes
-        self._former: dict[WorkerId, dict[Role, WorkerConfig]] = {}  # what workers were, here or elsewhere
+        self._former: dict[WorkerId, dict[Role, WorkerConfig]] = {}  # earlier configurations of workers, by role
         self._readers = Readers()
         self._lock = threading.RLock()
 
@@ -78,7 +78,7 @@ class Node:
         return sum(machine.recompiles() for machine in self.machines.values())
 
     def observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
-        """Whoever gives a handoff up here, or hears of it, lets go what is offered for it. On the driver's thread."""
+        """Withdraws KV of aborted handoffs, and all KV when the router is lost. Called on the driver's thread."""
         match item:
             case Received(_, Abort() | AbortAck() as message) | Send(_, Abort() | AbortAck() as message):
                 self.remote_kv.withdraw(message.attempt)
@@ -87,7 +87,7 @@ class Node:
             case Send(to, Adopt(attempt)):
                 log.warning("%s goes on with %s, which another router had", to, attempt.request_id)
 
-    # ------------------------------------------------------------ out: `driver.RemoteWorkers`
+    # ------------------------------------------------------------ sending: `driver.RemoteWorkers`
 
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None:
         self.post(to, {"from": sender, "to": to, "message": encode(message)})
@@ -98,9 +98,9 @@ class Node:
             request_id = transfer.attempt.request_id
             raise TransferRefused(f"{transfer.destination} has gone, with the pages that {request_id!r} was for")
         source, to = transfer.source, transfer.destination
-        tell = lambda notice: self.post(to, {"from": source, "to": to, "kv": notice})  # noqa: E731
+        send_notice = lambda notice: self.post(to, {"from": source, "to": to, "kv": notice})  # noqa: E731
         failed = lambda error: self.driver.post(source, failure_of(source, error, transfer=transfer))  # noqa: E731
-        self.remote_kv.ship(machine, transfer, peer, tell, failed)
+        self.remote_kv.ship(machine, transfer, peer, send_notice, failed)
 
     def lend(self, lent: Lent) -> None:
         peer = self.peers.get(lent.asker)
@@ -110,25 +110,25 @@ class Node:
         self.post(lent.asker, {"from": lent.lender, "to": lent.asker, "lent": notice})
 
     def post(self, to: WorkerId, body: dict[str, Any]) -> None:
-        """Sends a body on its way to the process of `to`; nobody there, nothing sent."""
+        """Sends a body towards the process of `to`; without a connection it is dropped."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------ in
+    # ------------------------------------------------------------ receiving
 
     def receive(self, body: dict[str, Any], shift_s: float = 0.0) -> None:
-        """A body for an actor of this process. Raises SenselessWord, BadTicket."""
+        """Handles a body for an actor of this process. Raises SenselessWord, BadTicket."""
         sender, to = WorkerId(str(body.get("from"))), WorkerId(str(body.get("to")))
         if to not in self.driver.actors:
             raise SenselessWord(f"there is no {shown(to)} here for {shown(sender)}")
         if not self.knows(sender):
-            return  # it was dropped: its last messages are for nobody
+            return  # the sender has left: its last messages are dropped
         try:
             message = self.checked(body, sender, to)
         except LateWord:
             return
         if message is None:
-            take, notice = (self._fetch, body["kv"]) if "kv" in body else (self._borrow, body["lent"])
-            self._readers.read(_lane(sender, to), lambda: take(sender, to, notice))
+            pull, notice = (self._fetch, body["kv"]) if "kv" in body else (self._fetch_lent, body["lent"])
+            self._readers.read(_lane(sender, to), lambda: pull(sender, to, notice))
         else:
             self.driver.post(to, Received(sender, shifted(message, shift_s)))
 
@@ -136,30 +136,29 @@ class Node:
         return name == ROUTER or name in self.machines or name in self.peers
 
     def checked(self, body: dict[str, Any], sender: WorkerId, to: WorkerId) -> Message | None:
-        """As `read_word`, by names. The router checks what it relays: who speaks is cut off, not who hears.
+        """Reads a body from `sender` to `to` with their configurations, as `read_word`; None for a KV notice.
 
-        Raises LateWord where it made sense before one of the two changed its role.
+        The router checks messages that it relays, so that an invalid one ends the sender's session, not the receiver's.
+        Raises SenselessWord, and LateWord for a message that was valid before one of the two changed its role.
         """
-        now = self._config_of(sender), self._config_of(to)
+        configs = self._config_of(sender), self._config_of(to)
         try:
-            return read_word(body, *now)
+            return read_word(body, *configs)
         except SenselessWord as error:
-            before = product(self._configs_of(sender), self._configs_of(to))
-            kind = LateWord if any(_makes_sense(body, *each) for each in before) else SenselessWord
+            earlier = product(self._configs_of(sender), self._configs_of(to))
+            kind = LateWord if any(_is_valid(body, *each) for each in earlier) else SenselessWord
             raise kind(f"{sender} to {to}: {error}") from error
 
     def _config_of(self, name: WorkerId) -> WorkerConfig | None:
-        """None for the router."""
         if name == ROUTER:
             return None
         return self.machines[name].config if name in self.machines else self.peers[name].config
 
     def _configs_of(self, name: WorkerId) -> list[WorkerConfig | None]:
-        """What it is, and what it was."""
         return [self._config_of(name), *self._former.get(name, {}).values()]
 
     def became(self, machine: MeshExecutor) -> None:
-        """A worker of this process is another now. On the driver's thread, before its actor hears of it."""
+        """Records a local worker's new configuration. Called on the driver's thread before its actor's event."""
         record = record_of(machine, self.remote_kv.mine)
         with self._lock:
             for each in self.own:
@@ -169,17 +168,16 @@ class Node:
         self.tell_become(record)
 
     def tell_become(self, record: PeerRecord) -> None:
-        """Other processes are to know."""
+        """Announces the worker's new configuration to other processes."""
         raise NotImplementedError
 
     def _fetch(self, sender: WorkerId, to: WorkerId, notice: dict[str, Any]) -> None:
         try:
             self.driver.land(*self.remote_kv.fetch(self.machines[to], notice, self.peers[sender]))
-        except Exception:  # the part counts as never sent, and is asked for again
+        except Exception:  # the part counts as never sent and is requested again
             log.exception("a part for %s was lost", to)
 
-    def _borrow(self, sender: WorkerId, to: WorkerId, record: dict[str, Any]) -> None:
-        """Pulls what was lent, where it is waited for still."""
+    def _fetch_lent(self, sender: WorkerId, to: WorkerId, record: dict[str, Any]) -> None:
         tiers, notice = self.driver.executors.tiers, read_lent(record)
         if not tiers.awaits(to, notice.asked):
             return
@@ -193,7 +191,7 @@ class Node:
             self.meet(read_peer(record))
 
     def meet(self, peer: PeerRecord) -> None:
-        """It is there, or has become another."""
+        """Records a worker of another process that joined or changed its role."""
         before = self.peers.get(peer.worker)
         if before is not None:
             self._former.setdefault(peer.worker, {})[before.config.role] = before.config
@@ -201,7 +199,7 @@ class Node:
         self.remote_kv.met(peer)
 
     def disconnect(self, workers: Iterable[WorkerId]) -> None:
-        """They are gone: nothing is kept for them, and what they offered will not be asked for again."""
+        """Forgets workers of other processes that are gone, and withdraws KV that was offered to them."""
         for worker in workers:
             self.peers.pop(worker, None)
             self._former.pop(worker, None)
@@ -214,7 +212,7 @@ class Node:
         self.remote_kv.close()
 
 
-def _makes_sense(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfig | None) -> bool:
+def _is_valid(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfig | None) -> bool:
     try:
         read_word(body, sender, to)
     except SenselessWord:
@@ -223,18 +221,18 @@ def _makes_sense(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerCo
 
 
 def record_of(machine: MeshExecutor, mine: Capability) -> PeerRecord:
-    """Of a worker that is whole in this process."""
+    """Returns the record of a worker that runs in this process alone."""
     stages = shapes_of(machine.pages)
     return PeerRecord(machine.config, stages, (mine,), of_one_process([stage.tp for stage in stages]))
 
 
 def _lane(source: WorkerId, destination: WorkerId) -> str:
-    """Parts of one source are pulled one after the other: a source that stalls holds up its own."""
+    """Returns the lane for parts of one source; they are pulled in order, so a stalled source delays only its own."""
     return f"pull-{source}-{destination}"
 
 
 class WorkerNode(Node):
-    """A process with workers alone; a `control_client.ClientCallbacks`."""
+    """The node of a process with workers only; it implements `control_client.ClientCallbacks`."""
 
     def __init__(
         self,
@@ -244,10 +242,10 @@ class WorkerNode(Node):
         ended: Callable[[str], None],
         options: Mapping[WorkerId, WorkerShapes] | None = None,
     ) -> None:
-        """`ended` is called when no worker of this process is of use any more."""
+        """`ended` is called with the reason when every worker of this process is lost."""
         super().__init__(remote_kv, machines, own, options)
         self.reshape_times: Mapping[WorkerId, ReshapeTimes] = {}
-        self._told = self.own  # to the router, when this process joined
+        self._announced = self.own  # the records sent to the router at the last join
         self._ended = ended
         self._link: Link | None = None
         self._broken: set[WorkerId] = set()
@@ -265,7 +263,7 @@ class WorkerNode(Node):
             self._ended(f"plans fail again and again on {', '.join(sorted(self._broken))}")
 
     def end_session(self, peer: WorkerId, why: str) -> None:
-        """Ends the session with the router, by way of which whatever `peer` said came."""
+        """Ends the session with the router, which relayed the message of `peer`."""
         link = self._link
         if link is not None:
             link.hang_up(f"{peer}: {why}")
@@ -274,33 +272,31 @@ class WorkerNode(Node):
         self.post(ROUTER, {"from": record.worker, "became": record.to_json()})
 
     def report_status(self) -> None:
-        """What this process counts and has learnt by now; nobody there, nothing sent."""
+        """Sends this process's counters and measurements to the router; without a router they are dropped."""
         counted = {"now_s": time.monotonic(), "recompiles": self.recompiles(), "samples": samples_of(self.merged)}
         took = {worker: asdict(each) for worker, each in self.reshape_times.items()}
         learnt = {"transfer_stats": transfer_stats_of(self.driver.actors), "reshape_times": took}
         self.post(ROUTER, {"status": counted | learnt})
 
     def leave(self) -> None:
-        """From now on the router gives the workers nothing new; what they have they may end."""
+        """Asks the router for no new requests; the workers finish those that they have."""
         self._leaving = True
         for worker in self.machines:
             self.post(ROUTER, {"leaving": worker})
 
     @property
     def serves(self) -> bool:
-        """Whether a router has its workers and may give them work."""
         return self._link is not None and not self._leaving
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of any request is left here."""
         return all(actor.idle for actor in self.driver.actors.values() if isinstance(actor, Worker))
 
     # ------------------------------------------------------------ `control_client.ClientCallbacks`
 
     def hello(self) -> dict[str, Any]:
-        self._told = self.own
-        able = [peer for peer in self._told if peer.worker not in self._broken]
+        self._announced = self.own
+        able = [peer for peer in self._announced if peer.worker not in self._broken]
         can_be = {peer.worker: options_json(self.options[peer.worker]) for peer in able if peer.worker in self.options}
         named = [str(worker) for worker in self.machines]
         return {"named": named, "workers": records(able), "can_be": can_be, "now_s": time.monotonic()}
@@ -310,7 +306,7 @@ class WorkerNode(Node):
         for worker in self.machines:
             self.driver.post(worker, RouterFound())
         log.warning("joined the router as %s", ", ".join(self.machines))
-        for record in [each for each in self.own if each not in self._told]:  # since it said what it is
+        for record in [each for each in self.own if each not in self._announced]:  # changed since `hello`
             self.tell_become(record)
             self.send(record.worker, ROUTER, Joined(0, record.config))
         if self._leaving:

@@ -1,9 +1,8 @@
-"""What every process of a cluster makes of its flags, and the router's process; the others are `worker_process.py`'s.
+"""Builds the router's process and front processes, and derives what all processes of a cluster share from the flags.
 
-
-Every process is started with the same --mesh, which says what prefill and decode workers look like, and plays the
-roles that --role names. A worker's name is the mesh's with a suffix drawn at its start, so that a process that comes
-back is another worker to everybody, and late messages for its former self find nobody.
+Every process is started with the same --mesh, which has the shapes of prefill and decode workers, and has the roles
+that --role names. A worker's name is that of the mesh with a random suffix. So a restarted process has new workers to
+all others, and late messages for its former workers are dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
-from jdisagg.model.checkpoint import read_defaults
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.front import Front
 from jdisagg.policy.router.router import Router
@@ -45,36 +43,32 @@ from jdisagg.serve.cluster.profiles import RouterProfiles
 from jdisagg.serve.cluster.role_options import options_of
 from jdisagg.serve.cluster.router_node import FrontNode, RouterFronts, RouterNode
 from jdisagg.serve.deploy.assemble import (
+    OperationSpec,
     Progress,
-    asked_observers,
-    autoscaling_of,
+    assemble,
     load_executors,
     router_config,
-    scaling_observers,
     shape_finder,
     warm,
     watch_experts,
 )
-from jdisagg.serve.deploy.compression_costs import post_compression_costs
 from jdisagg.serve.deploy.deployment import Deployment
-from jdisagg.serve.deploy.pools import Pools
 from jdisagg.serve.deploy.private_files import read_private
 from jdisagg.serve.driver.kv_moves import WorkerStores
 from jdisagg.serve.driver.local_service import LocalService
 from jdisagg.serve.driver.role_change import MeshReshaper
-from jdisagg.serve.driver.tier_stores import open_stores, post_found
-from jdisagg.serve.observability.cluster_view import holders_of
+from jdisagg.serve.driver.tier_stores import open_stores
 from jdisagg.serve.observability.metrics import Metrics
-from jdisagg.serve.observability.records import DebugState, Records, open_journal
+from jdisagg.serve.observability.records import Records, open_journal
 
-ALL_ROLES = "all"  # in one process, and none may join; to let others join it, name the three roles
+ALL_ROLES = "all"  # one process that no other may join; to let others join, name the roles
 ROUTER_ROLE = "router"
-FRONT_ROLE = "front"  # serves clients by way of a router elsewhere, and is nothing besides
+FRONT_ROLE = "front"  # serves clients through a router in another process; has no other role
 ROLES = (ROUTER_ROLE, "prefill", "decode", "colocated")
 
 
 def roles_of(settings: Settings) -> frozenset[str]:
-    """What --role names. Raises ConfigError."""
+    """Parses --role. Raises ConfigError."""
     if settings.role == ALL_ROLES:
         if settings.coordination:
             raise ConfigError(
@@ -123,7 +117,7 @@ def router_host(settings: Settings) -> str:
 
 
 def read_secret(settings: Settings) -> bytes:
-    """The cluster's shared secret. Raises ConfigError."""
+    """Reads the cluster's shared secret. Raises ConfigError."""
     if not settings.secret_file:
         raise ConfigError("processes of a cluster need --secret_file=FILE, the same 16 bytes or more in each of them")
     secret = read_private("secret_file", settings.secret_file).strip()
@@ -154,34 +148,33 @@ def identity_of(deployment: Deployment, settings: Settings) -> Identity:
 
 
 def own_workers(deployment: Deployment, roles: frozenset[str]) -> dict[WorkerId, WorkerConfig]:
-    """The workers of these roles by their names in the mesh, renamed for this process."""
+    """Returns this process's workers by their names in the mesh, renamed with the suffix of this process."""
     suffix = secrets.token_hex(3)
-    mine = [config for config in deployment.workers if plays(config.role, roles)]
-    return {config.worker: replace(config, worker=WorkerId(f"{config.worker}-{suffix}")) for config in mine}
+    own = [config for config in deployment.workers if plays(config.role, roles)]
+    return {config.worker: replace(config, worker=WorkerId(f"{config.worker}-{suffix}")) for config in own}
 
 
 def plays(role: Role, roles: frozenset[str]) -> bool:
-    """Whether a process of these roles has the mesh's workers of `role`; both phases together are colocated, too."""
+    """Returns True if a process of these roles has workers of `role`; both phases together imply colocated."""
     return role.value in roles or (role is Role.COLOCATED and {"prefill", "decode"} <= roles)
 
 
 def num_devices(mesh: MeshSpec, roles: frozenset[str]) -> int:
-    """Devices that the workers of these roles stand on."""
     return len({device for place in mesh.workers() if plays(place.role, roles) for device in place.device_ids})
 
 
 def remote_programs(deployment: Deployment, machine: MeshExecutor) -> list[DeclaredProgram]:
-    """For shipments to and from workers of other processes."""
+    """Returns the programs for shipments to and from workers of other processes."""
     other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(machine.config.role)
-    theirs = {tuple(deployment.shapes(place)) for place in deployment.mesh.workers() if place.role is other}
+    peers = {tuple(deployment.shapes(place)) for place in deployment.mesh.workers() if place.role is other}
     declare = machine.table.departures if other is Role.DECODE else machine.table.arrivals
-    return [each for shapes in sorted(theirs, key=str) for each in declare(shapes)]
+    return [each for shapes in sorted(peers, key=str) for each in declare(shapes)]
 
 
 def remote_kv_of(
     deployment: Deployment, settings: Settings, kind: type[RemoteKV] = RemoteKV, rank: int = 0
 ) -> RemoteKV:
-    """Of this process, the one of this rank in its worker's group."""
+    """Returns the KV transport of this process, the one of `rank` in its worker's group. Raises ConfigError."""
     server, client = kv_contexts(settings)
     transport = TransportConfig(
         read_secret(settings),
@@ -196,21 +189,20 @@ def remote_kv_of(
 
 
 def peers_of(machines: Mapping[WorkerId, MeshExecutor], remote_kv: RemoteKV) -> list[PeerRecord]:
-    """Of workers that are whole in this process."""
     return [record_of(machine, remote_kv.mine) for machine in machines.values()]
 
 
 def reshaper_of(
     deployment: Deployment, machines: MutableMapping[WorkerId, MeshExecutor], node: Node
 ) -> MeshReshaper | None:
-    """Makes the machines of this process anew; None where one of them can be nothing but what it is."""
+    """Returns what rebuilds this process's executors; None if one of its workers cannot change."""
     if any(each.fixed for each in node.options.values()):
         return None
     return MeshReshaper(machines, shape_finder(node.options), partial(remote_programs, deployment), node.became)
 
 
 def node_metrics(deployment: Deployment, settings: Settings, node: Node) -> Metrics:
-    """Of this process; that of the router hears of the others' besides."""
+    """Returns the metrics of this process; in the router's process they get those of other processes too."""
     configs = tuple(machine.config for machine in node.machines.values())
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(deployment.model_name, configs, deployment.kv.bytes_per_page, node.recompiles, compat)
@@ -227,7 +219,7 @@ def heartbeat_of(settings: Settings) -> Heartbeat:
 
 @dataclass(frozen=True)
 class RouterProcess:
-    """The router, its control server, and the service that the fronts serve."""
+    """The router, its control server, and the service of its front ends."""
 
     service: LocalService
     node: RouterNode
@@ -250,15 +242,13 @@ class RouterProcess:
 def build_router(
     deployment: Deployment, settings: Settings, devices: Sequence[Any], progress: Progress
 ) -> RouterProcess:
-    """The router, and the workers whose roles this process plays as well."""
-    roles = roles_of(settings)
-    own = own_workers(deployment, roles)
+    """Builds the router and this process's own workers, if --role names any. Raises CheckpointError, ConfigError."""
+    own = own_workers(deployment, roles_of(settings))
     credentials = server_credentials(settings)
     remote_kv = remote_kv_of(deployment, settings)
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     machines = load_executors(deployment, settings, devices, own)
     node = RouterNode(remote_kv, machines, peers_of(machines, remote_kv), options_of(deployment, settings, own))
-    transport = remote_kv.config
     profiles = RouterProfiles(node)
     check = partial(Request.check, vocab_size=deployment.model.vocab_size, max_model_len=deployment.max_model_len)
     fronts = RouterFronts(profiles, check, lambda: node.able)
@@ -272,8 +262,8 @@ def build_router(
     leadership = leadership_of(settings, fronts, begin_term, step_down)
     control_server = ControlServer(
         f"{settings.host}:{settings.control_port}",
-        transport.secret,
-        transport.identity,
+        remote_kv.config.secret,
+        remote_kv.config.identity,
         leadership,
         heartbeat_of(settings),
         credentials,
@@ -284,11 +274,20 @@ def build_router(
     stores = open_stores(deployment, settings, machines)
     router = Router(config, [*own.values()], records.note)
     reshaper = reshaper_of(deployment, machines, node)
-    service = _service(deployment, settings, tokenizer, node, router, records, stores, fronts, reshaper)
-    post_found(service.driver, stores)
-    post_compression_costs(service.driver, deployment, machines)
+    service = assemble(
+        deployment,
+        settings,
+        tokenizer,
+        router,
+        {name: Worker(machine.config) for name, machine in machines.items()},
+        machines,
+        operation=operation_of(deployment, settings, node, router, records, stores, reshaper),
+        observers=(node.observe, fronts.observe),
+        remote=node,
+        able=lambda: node.able,
+        standby_error=leadership.standby_error,
+    )
     node.driver = fronts.driver = service.driver
-    service.standby = leadership.standby_error
     return RouterProcess(service, node, control_server, profiles, leadership)
 
 
@@ -303,68 +302,37 @@ def leadership_of(
 
 
 def locate_of(settings: Settings) -> Locate | None:
-    """Returns what a worker or front asks for the leader; None where --router says it. Raises ConfigError."""
+    """Returns the lookup of the leader for workers and fronts; None if --router names it. Raises ConfigError."""
     return open_lease(settings.coordination, "", settings.peer_silence_s).leader if settings.coordination else None
 
 
-def _service(
+def operation_of(
     deployment: Deployment,
     settings: Settings,
-    tokenizer: Tokenizer,
     node: RouterNode,
     router: Router,
     records: Records,
     stores: Mapping[WorkerId, WorkerStores],
-    fronts: RouterFronts,
     reshaper: MeshReshaper | None,
-) -> LocalService:
+) -> OperationSpec:
+    """Returns what the router's service is operated with: metrics, a journal, and views of the whole cluster."""
     configs = tuple(machine.config for machine in node.machines.values())
     metrics = node_metrics(deployment, settings, node)
-    journal = open_journal(
-        Header(router.config, configs, deployment.identity_line), settings.record_dir, metrics.journal_dropped
-    )
-    workers = {name: Worker(machine.config) for name, machine in node.machines.items()}
-    metrics.watch_pools(workers)
-    debug = DebugState(records, node.transfer_stats, node.places, partial(holders_of, {**workers, ROUTER: router}))
-    scaling = autoscaling_of(settings, configs, lambda: node.options, metrics)
+    header = Header(router.config, configs, deployment.identity_line)
     times = {} if reshaper is None else reshaper.times
-    return LocalService(
-        router,
-        workers,
-        node.machines,
-        model_name=deployment.model_name,
-        model_config=deployment.model,
-        fingerprint=deployment.identity.short,
-        max_model_len=deployment.max_model_len,
-        tokenizer=tokenizer,
-        sampling_defaults=read_defaults(deployment.model_folder).sampling,
-        observers=(
-            *(journal.observe, metrics.observe, *scaling_observers(scaling)),
-            *asked_observers(records, deployment, settings),
-            *(node.observe, fronts.observe),
-        ),
-        metrics=metrics,
-        journal=journal,
-        debug_state=debug if settings.debug_keep else None,
-        recompiles=node.recompiles,
-        remote=node,
-        able=lambda: node.able,
-        reshaper=reshaper,
-        pools=lambda driver: Pools(
-            driver.post, node.places, lambda: node.options, lambda: {**node.reshape_times, **times}, scaling
-        ),
-        stores=stores,
-    )
+    journal = open_journal(header, settings.record_dir, metrics.journal_dropped)
+    views = node.places, lambda: node.options, node.transfer_stats, lambda: {**node.reshape_times, **times}
+    return OperationSpec(metrics, journal, records, stores, reshaper, node.recompiles, *views)
 
 
-# A process that serves clients and has neither the router nor a worker: `--role=front`.
+# Front processes (--role=front), which serve clients and have neither the router nor a worker.
 
 REPORT_S = 1.0
 
 
 @dataclass(frozen=True)
 class FrontProcess:
-    """The service that clients see, and its link to the router."""
+    """The service of a front process and its link to the router."""
 
     service: LocalService
     client: ControlClient
@@ -382,26 +350,15 @@ class FrontProcess:
 
 
 def build_front(deployment: Deployment, settings: Settings) -> FrontProcess:
-    """Nothing is joined yet. A router that will never take this process as it is ends the service."""
+    """Builds a front process that has not joined yet. A router that refuses this process for good ends the service."""
     credentials, secret = channel_credentials(settings), read_secret(settings)
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     node = FrontNode(f"front-{secrets.token_hex(3)}")
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(deployment.model_name, compat=compat)
-    service = LocalService(
-        Front(settings.router_grace_s),
-        {},
-        {},
-        model_name=deployment.model_name,
-        model_config=deployment.model,
-        fingerprint=deployment.identity.short,
-        max_model_len=deployment.max_model_len,
-        tokenizer=tokenizer,
-        sampling_defaults=read_defaults(deployment.model_folder).sampling,
-        observers=(metrics.observe,),
-        metrics=metrics,
-        remote=node,
-        able=lambda: node.able,
+    router = Front(settings.router_grace_s)
+    service = assemble(
+        deployment, settings, tokenizer, router, {}, {}, metrics=metrics, remote=node, able=lambda: node.able
     )
     node.driver = service.driver
     identity, heartbeat = identity_of(deployment, settings), heartbeat_of(settings)

@@ -1,9 +1,10 @@
-"""From a deployment to a running stack: weights loaded, programs warm, actors and driver put together."""
+"""Builds a running stack from a deployment: loads weights, warms programs, and connects actors and the driver."""
 
 from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib import import_module
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 
 from jdisagg import __version__
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.journal import Header
+from jdisagg.core.events import ROUTER
+from jdisagg.core.journal import Header, Journal
 from jdisagg.core.layout.kv_layout import DTYPE_BYTES
 from jdisagg.core.model_config import AS_ACTIVATIONS, SCALED, ModelConfig, WeightFormat
 from jdisagg.core.request import WorkerId, adapter_sizes
@@ -40,41 +42,43 @@ from jdisagg.serve.deploy.deployment import AUTO, STORED, Deployment, WorkerShap
 from jdisagg.serve.deploy.deployment import shapes_of as shapes_of_place
 from jdisagg.serve.deploy.pools import Place, Pools, place_of
 from jdisagg.serve.driver.autoscaling import FLIP, OFF, Autoscaling
-from jdisagg.serve.driver.driver import Observer
-from jdisagg.serve.driver.executors import JointProgress, Progress, side_by_side
+from jdisagg.serve.driver.driver import Actor, Observer
+from jdisagg.serve.driver.executors import JointProgress, Progress, RemoteWorkers, side_by_side
+from jdisagg.serve.driver.kv_moves import WorkerStores
 from jdisagg.serve.driver.local_service import LocalService
-from jdisagg.serve.driver.role_change import Choice, ChoiceMemory, MeshReshaper, choices_folder
+from jdisagg.serve.driver.role_change import Choice, ChoiceMemory, MeshReshaper, ReshapeTimes, choices_folder
+from jdisagg.serve.driver.service import NotLeader
 from jdisagg.serve.driver.tier_stores import open_stores, post_found
 from jdisagg.serve.frontends.adapters import adapters_of
 from jdisagg.serve.frontends.grammars import grammars_of
 from jdisagg.serve.observability.cluster_view import holders_of
 from jdisagg.serve.observability.metrics import Metrics
-from jdisagg.serve.observability.records import DebugState, Records, open_journal, transfer_stats_of
+from jdisagg.serve.observability.records import DebugState, Records, TransferStats, open_journal, transfer_stats_of
 
-# What the matrices of a run are to hold, decided when they are loaded: asked for, or measured where that is
-# "auto".
+# The format of weight matrices, chosen when they are loaded; --weight_dtype=auto measures it.
 
-LARGEST_KL = 1e-3  # nats a token that "auto" may lose
-GAIN = 0.85  # of f32's time that a coarser dtype may take to be worth it: far beyond what timings differ by
+LARGEST_KL = 1e-3  # the largest loss that "auto" accepts, in nats per token
+GAIN = 0.85  # a coarser dtype may take at most this share of the full dtype's time; timings differ by far less
 CANDIDATES = ("bfloat16", "int8")
-CHUNK = 128  # rows of a prefill chunk that is timed
+CHUNK = 128  # tokens of the prefill chunk that is timed
 CALIBRATION_TOKENS = 96
 
 
 def choose_weights(
-    deployment: Deployment, settings: Settings, source: WeightSource, told: Callable[[str], None], folder: Path | None
+    deployment: Deployment, settings: Settings, source: WeightSource, report: Callable[[str], None], folder: Path | None
 ) -> WeightFormat:
-    """`told` is called with one line where anything was decided, and whether it was measured now or before.
+    """Returns the format of the weight matrices, measured if --weight_dtype is "auto".
 
-    What was measured is remembered in `folder`, where there is one: a second start is served with the same weights.
+    `report` is called with one line about a decision. A measurement is remembered in `folder`, if there is one, so that
+    the next start serves the same weights.
     """
-    asked = deployment.weight_dtype
-    if asked in SCALED and settings.weight_dtype in (AUTO, STORED):
+    dtype = deployment.weight_dtype
+    if dtype in SCALED and settings.weight_dtype in (AUTO, STORED):
         weights = deployment.weights
-        told(f"{weights}, as the checkpoint stores them{kept_experts(deployment.model, weights, deployment.dtype)}")
+        report(f"{weights}, as the checkpoint stores them{kept_experts(deployment.model, weights, deployment.dtype)}")
         return weights
-    if asked != AUTO and asked not in SCALED:
-        return WeightFormat(asked)
+    if dtype != AUTO and dtype not in SCALED:
+        return WeightFormat(dtype)
     memory = ChoiceMemory.of(deployment, folder)
     choice, when = memory.find(), "measured"
     if choice is None:
@@ -83,12 +87,11 @@ def choose_weights(
     else:
         when = f"remembered from {choice.date}"
     weights = choice.weights
-    told(f"{choice.why}; {when}{kept_experts(deployment.model, weights, deployment.dtype)}")
+    report(f"{choice.why}; {when}{kept_experts(deployment.model, weights, deployment.dtype)}")
     return weights
 
 
 def _measured(deployment: Deployment, settings: Settings, source: WeightSource) -> tuple[WeightFormat, str]:
-    """What is served, and why in one line."""
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     tokens = tokenizer.encode(TEXT)[:CALIBRATION_TOKENS]
 
@@ -96,14 +99,14 @@ def _measured(deployment: Deployment, settings: Settings, source: WeightSource) 
         return measure_loss(source, deployment.model, dtype, tokens)
 
     if deployment.weight_dtype != AUTO:
-        return _asked(loss_of(deployment.weight_dtype))
+        return _described_loss(loss_of(deployment.weight_dtype))
     rows = (deployment.sizes.max_num_seqs, CHUNK)
     times = {each: time_products(deployment.model, each, rows) for each in (AS_ACTIVATIONS, *CANDIDATES)}
     return chosen(deployment.dtype, times, loss_of)
 
 
 def kept_experts(model: ModelConfig, weights: WeightFormat, dtype: str) -> str:
-    """What stays full of a model with experts where its matrices are scaled, the words that end the line about them."""
+    """Returns the end of the line about scaled weights: the experts that keep the full dtype; empty without experts."""
     if not weights.is_scaled or model.experts is None:
         return ""
     held = size_text(model.expert_params * DTYPE_BYTES[dtype])
@@ -111,27 +114,27 @@ def kept_experts(model: ModelConfig, weights: WeightFormat, dtype: str) -> str:
     return f"; experts stay {dtype}: {held}, {share:.0%} of all weights, in each worker"
 
 
-def _asked(loss: Loss) -> tuple[WeightFormat, str]:
-    kept = f"; full stay {', '.join(sorted(loss.weights.full))}" if loss.weights.full else ""
-    return loss.weights, f"{loss.weights.dtype}: {described(loss)}{kept}"
+def _described_loss(loss: Loss) -> tuple[WeightFormat, str]:
+    full_text = f"; full stay {', '.join(sorted(loss.weights.full))}" if loss.weights.full else ""
+    return loss.weights, f"{loss.weights.dtype}: {described(loss)}{full_text}"
 
 
 def described(loss: Loss) -> str:
-    """What it costs, in the words of every line that says so."""
+    """Returns the text for the loss of a format, used in all lines about it."""
     return f"KL {loss.kl:.2g} nats a token, {loss.agreement:.0%} of greedy tokens as the full model's"
 
 
 def chosen(full: str, times: Mapping[str, ProductTimes], loss_of: Callable[[str], Loss]) -> tuple[WeightFormat, str]:
-    """The fastest dtype that is clearly faster than the `full` one and loses little, else that, and why in one line."""
+    """Returns the fastest dtype that beats `full` clearly and loses little, else `full`, and the reason in one line."""
     most_s = GAIN * times[AS_ACTIVATIONS].total_s
     faster = sorted((each for each in times if times[each].total_s <= most_s), key=lambda each: times[each].total_s)
-    said = ", ".join(f"{full if dtype == AS_ACTIVATIONS else dtype} {time.text}" for dtype, time in times.items())
+    reason = ", ".join(f"{full if dtype == AS_ACTIVATIONS else dtype} {time.text}" for dtype, time in times.items())
     for dtype in faster:
         loss = loss_of(dtype)
-        said += f"; {dtype}: {described(loss)}"
+        reason += f"; {dtype}: {described(loss)}"
         if loss.kl < LARGEST_KL:
-            return loss.weights, f"auto: {dtype} (processor time of a layer's products: {said})"
-    return WeightFormat(), f"auto: {full} (processor time of a layer's products: {said})"
+            return loss.weights, f"auto: {dtype} (processor time of a layer's products: {reason})"
+    return WeightFormat(), f"auto: {full} (processor time of a layer's products: {reason})"
 
 
 def build(
@@ -142,28 +145,73 @@ def build(
     observers: Sequence[Observer] = (),
     told: Callable[[str], None] = lambda line: None,
 ) -> LocalService:
-    """Loads and warms the whole stack; the service still has to be started. `told` is called with one line, what
-    loading decided. Raises CheckpointError or ConfigError."""
+    """Loads and warms the whole stack and returns its service, not started yet.
+
+    `told` is called with one line about what loading decided. Raises CheckpointError or ConfigError.
+    """
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
-    adapters_of(settings, deployment.model, deployment.model_name)  # a wrong one is told before anything is loaded
+    adapters_of(settings, deployment.model, deployment.model_name)  # a wrong adapter fails before anything is loaded
     machines = dict[WorkerId, MeshExecutor]()
     recompiles = partial(recompiles_of, machines)
     metrics = metrics_of(deployment, settings, machines, recompiles)
     config, records = router_config(settings), Records(settings.debug_keep)
     header = Header(config, deployment.workers, deployment.identity_line)
     journal = open_journal(header, settings.record_dir, metrics.journal_dropped)
+    router = Router(config, deployment.workers, records.note)
     workers = {config.worker: Worker(config) for config in deployment.workers}
     machines.update(load_executors(deployment, settings, devices, told=told))
     stores = open_stores(deployment, settings, machines)
-    warm(machines, progress)  # last, so that a wrong setting does not cost it
-    metrics.watch_pools(workers)
-    places, able = partial(places_of, machines), worker_shapes(deployment, settings)
+    warm(machines, progress)  # last, so that wrong settings fail before the slow part
+    able = worker_shapes(deployment, settings)
     reshaper = MeshReshaper(machines, shape_finder(able))
-    debug = DebugState(records, lambda: transfer_stats_of(workers), places, partial(holders_of, workers))
-    scaling = autoscaling_of(settings, deployment.workers, lambda: able, metrics)
-    asked = (*scaling_observers(scaling), *asked_observers(records, deployment, settings))
-    service = LocalService(
-        Router(config, deployment.workers, records.note),
+    places, stats = partial(places_of, machines), lambda: transfer_stats_of(workers)
+    views = places, lambda: able, stats, lambda: reshaper.times
+    operation = OperationSpec(metrics, journal, records, stores, reshaper, recompiles, *views)
+    return assemble(
+        deployment, settings, tokenizer, router, workers, machines, operation=operation, observers=observers
+    )
+
+
+@dataclass(frozen=True)
+class OperationSpec:
+    """Metrics, journal, tiers and views of all workers, for a service that has a router."""
+
+    metrics: Metrics
+    journal: Journal
+    records: Records
+    stores: Mapping[WorkerId, WorkerStores]
+    reshaper: MeshReshaper | None
+    recompiles: Callable[[], int]
+    places: Callable[[], list[Place]]
+    options: Callable[[], Mapping[WorkerId, WorkerShapes]]  # the roles and shapes that each worker can have
+    transfer_stats: Callable[[], TransferStats]
+    reshape_times: Callable[[], Mapping[WorkerId, ReshapeTimes]]
+
+
+def assemble(
+    deployment: Deployment,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    router: Actor,
+    workers: Mapping[WorkerId, Worker],
+    machines: Mapping[WorkerId, MeshExecutor],
+    *,
+    metrics: Metrics | None = None,
+    operation: OperationSpec | None = None,
+    observers: Sequence[Observer] = (),
+    remote: RemoteWorkers | None = None,
+    able: Callable[[], bool] | None = None,
+    standby_error: Callable[[], NotLeader | None] = lambda: None,
+) -> LocalService:
+    """Returns the service of these actors and executors, not started yet.
+
+    Without `operation` the service has neither tiers nor a journal, and no roles can be changed. `metrics` is for such
+    a service; `operation` has its own. `remote` reaches the workers of other processes, and `able` then returns True if
+    every phase has a worker. Raises ConfigError.
+    """
+    shared = partial(
+        LocalService,
+        router,
         workers,
         machines,
         model_name=deployment.model_name,
@@ -172,16 +220,46 @@ def build(
         max_model_len=deployment.max_model_len,
         tokenizer=tokenizer,
         sampling_defaults=read_defaults(deployment.model_folder).sampling,
-        observers=(journal.observe, metrics.observe, *asked, *observers),
-        metrics=metrics,
-        journal=journal,
-        debug_state=debug if settings.debug_keep else None,
-        recompiles=recompiles,
-        reshaper=reshaper,
-        pools=lambda driver: Pools(driver.post, places, lambda: able, lambda: reshaper.times, scaling),
-        stores=stores,
+        remote=remote,
+        able=able,
+        standby_error=standby_error,
     )
-    post_found(service.driver, stores)
+    if operation is None:
+        own = () if metrics is None else (metrics.observe,)
+        return shared(metrics=metrics, observers=(*own, *observers))
+    return _operated(shared, deployment, settings, operation, workers, router, machines, observers)
+
+
+def _operated(
+    make: Callable[..., LocalService],
+    deployment: Deployment,
+    settings: Settings,
+    operation: OperationSpec,
+    workers: Mapping[WorkerId, Worker],
+    router: Actor,
+    machines: Mapping[WorkerId, MeshExecutor],
+    observers: Sequence[Observer],
+) -> LocalService:
+    metrics, records = operation.metrics, operation.records
+    metrics.watch_pools(workers)
+    scaling = autoscaling_of(settings, [each.config for each in machines.values()], operation.options, metrics)
+    holders = partial(holders_of, {**workers, ROUTER: router})
+    debug = DebugState(records, operation.transfer_stats, operation.places, holders)
+    service = make(
+        observers=(
+            *(operation.journal.observe, metrics.observe, *scaling_observers(scaling)),
+            *asked_observers(records, deployment, settings),
+            *observers,
+        ),
+        metrics=metrics,
+        journal=operation.journal,
+        debug_state=debug if settings.debug_keep else None,
+        recompiles=operation.recompiles,
+        reshaper=operation.reshaper,
+        pools=lambda driver: Pools(driver.post, operation.places, operation.options, operation.reshape_times, scaling),
+        stores=operation.stores,
+    )
+    post_found(service.driver, operation.stores)
     post_compression_costs(service.driver, deployment, machines)
     return service
 
@@ -189,7 +267,7 @@ def build(
 def metrics_of(
     deployment: Deployment, settings: Settings, machines: Mapping[WorkerId, MeshExecutor], recompiles: Callable[[], int]
 ) -> Metrics:
-    """Of a stack that has these workers; `machines` are asked at each scrape."""
+    """Returns the metrics of a stack in one process; each scrape reads counters of `machines`."""
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(deployment.model_name, deployment.workers, deployment.kv.bytes_per_page, recompiles, compat)
     watch_experts(metrics, deployment, machines)
@@ -202,7 +280,7 @@ def autoscaling_of(
     able: Callable[[], Mapping[WorkerId, WorkerShapes]],
     metrics: Metrics,
 ) -> Autoscaling | None:
-    """What --autoscale asks for, and its gauges; None where it is off."""
+    """Returns the autoscaler of --autoscale and adds its gauges; None if it is off."""
     if settings.autoscale == OFF:
         return None
     shapes = able if settings.autoscale == FLIP else dict
@@ -212,31 +290,29 @@ def autoscaling_of(
 
 
 def scaling_observers(scaling: Autoscaling | None) -> tuple[Observer, ...]:
-    """What it looks through."""
     return () if scaling is None else (scaling.scaler.observe,)
 
 
 def recompiles_of(machines: Mapping[WorkerId, MeshExecutor]) -> int:
-    """Programs that were compiled and not by warming."""
     return sum(machine.recompiles() for machine in machines.values())
 
 
 def places_of(machines: Mapping[WorkerId, MeshExecutor]) -> list[Place]:
-    """Where the workers of this process stand now."""
     return [place_of(machine.config, shapes_of(machine.pages)) for machine in machines.values()]
 
 
 def worker_shapes(deployment: Deployment, settings: Settings) -> dict[WorkerId, WorkerShapes]:
-    """What each worker of the mesh can be; nothing is known of those beside a ring."""
+    """Returns the shapes that each worker of the mesh can take; none beside a ring."""
     if deployment.mesh.is_ring:
         return {}
     return {
-        place.worker: shapes_of_place(deployment, settings, place, place.worker) for place in deployment.mesh.workers()
+        mesh_row.worker: shapes_of_place(deployment, settings, mesh_row, mesh_row.worker)
+        for mesh_row in deployment.mesh.workers()
     }
 
 
 def shape_finder(able: Mapping[WorkerId, WorkerShapes]) -> Callable[[WorkerConfig], Shape]:
-    """How a machine of one of these configs is cut."""
+    """Returns a function that finds the executor shape of a configuration."""
 
     def find(config: WorkerConfig) -> Shape:
         found = next(each for each in able[config.worker].able.values() if each.config == config)
@@ -247,16 +323,16 @@ def shape_finder(able: Mapping[WorkerId, WorkerShapes]) -> Callable[[WorkerConfi
 
 
 def watch_experts(metrics: Metrics, deployment: Deployment, machines: Mapping[WorkerId, MeshExecutor]) -> None:
-    """Where the model has experts; `machines` are asked at each scrape."""
+    """Adds expert load metrics if the model has experts; each scrape reads counters of `machines`."""
     if deployment.model.experts is not None:
         metrics.watch_experts(lambda: {worker: machine.expert_loads for worker, machine in machines.items()})
 
 
 def asked_observers(records: Records, deployment: Deployment, settings: Settings) -> tuple[Observer, ...]:
-    """What keeps what /debug shows, where --debug_keep asks for any, and what traces, where --otlp_endpoint says to."""
-    kept = (records.observe,) if settings.debug_keep else ()
+    """Returns the observers of --debug_keep and --otlp_endpoint. Raises ConfigError without OpenTelemetry."""
+    recording = (records.observe,) if settings.debug_keep else ()
     if not settings.otlp_endpoint:
-        return kept
+        return recording
     try:
         otlp = import_module("jdisagg.serve.observability.otlp")
     except ImportError as error:
@@ -266,7 +342,7 @@ def asked_observers(records: Records, deployment: Deployment, settings: Settings
         ) from error
     exporter = otlp.Exporter(settings.otlp_endpoint)
     atexit.register(exporter.close)
-    return (*kept, otlp.Tracer(otlp.Source.of(deployment.model_name, __version__), exporter.put).observe)
+    return (*recording, otlp.Tracer(otlp.Source.of(deployment.model_name, __version__), exporter.put).observe)
 
 
 def load_executors(
@@ -277,18 +353,18 @@ def load_executors(
     told: Callable[[str], None] = lambda line: None,
     kind: Callable[..., MeshExecutor] = MeshExecutor,
 ) -> dict[WorkerId, MeshExecutor]:
-    """Every worker's machine on its own devices, with its own copy of the weights it runs.
+    """Loads every worker's executor on its own devices, with its own copy of the weights that it runs.
 
-    `own` are the workers of this process by their names in the mesh, None where all are; `devices` those that they
-    stand on, in the mesh's order. `told` is called with what was decided about the weights. kind: of machines.
-    Raises CheckpointError where a weight file changed since the model's identity was computed, or cannot be read.
+    `own` has the workers of this process by their names in the mesh; None means all. `devices` are their devices in the
+    mesh's order. `told` is called with one line about the weights. `kind` makes an executor.
+    Raises CheckpointError if a weight file changed since the model's identity was computed, or cannot be read.
     """
     own = {config.worker: config for config in deployment.workers} if own is None else own
     if not own:
         return {}
     assert deployment.identity  # every byte is read before the weights are loaded
     ids = sorted({device for name in own for device in deployment.place(name).device_ids})
-    here = dict(zip(ids, devices, strict=False))
+    device_by_id = dict(zip(ids, devices, strict=False))
     source = open_source(deployment.model_folder, settings.load_format, deployment.model, settings.seed)
     weights = choose_weights(deployment, settings, source, told, choices_folder())
     grammars = grammars_of(settings, deployment.model_folder, deployment.model.vocab_size)
@@ -296,11 +372,11 @@ def load_executors(
     draft = draft_of(deployment, settings, source)
 
     def load(name: WorkerId, config: WorkerConfig) -> MeshExecutor:
-        place = deployment.place(name)
-        places = [here[device] for device in place.device_ids]
-        what = deployment.model, source, deployment.layout(config.role), deployment.layers_of(place)
+        mesh_row = deployment.place(name)
+        own_devices = [device_by_id[device] for device in mesh_row.device_ids]
+        contents = deployment.model, source, deployment.layout(config.role), deployment.layers_of(mesh_row)
         dtype = jnp.dtype(deployment.dtype_of(config.role))
-        return kind(config, *what, places, dtype, weights, grammars, draft=draft)
+        return kind(config, *contents, own_devices, dtype, weights, grammars, draft=draft)
 
     machines = side_by_side([partial(load, *each) for each in own.items()])
     deployment.files.check_unchanged()
@@ -308,14 +384,14 @@ def load_executors(
 
 
 def draft_of(deployment: Deployment, settings: Settings, source: WeightSource) -> DraftModel | HeadModel | None:
-    """The model or head that guesses what is drawn; source: of the model's weights. Raises CheckpointError."""
+    """Returns the draft model or head; `source` has the model's weights. Raises CheckpointError."""
     if deployment.draft is None:
         return None
     folder, config = deployment.draft
     if isinstance(config, HeadConfig):
         return HeadModel(HFSource(folder), config, source)
-    opened, kept = open_source(folder, settings.load_format, config, settings.seed), deployment.draft_pages
-    return DraftModel(opened, config) if kept is None else DraftModel(opened, config, kept.name)
+    opened, pages = open_source(folder, settings.load_format, config, settings.seed), deployment.draft_pages
+    return DraftModel(opened, config) if pages is None else DraftModel(opened, config, pages.name)
 
 
 def warm(
@@ -323,18 +399,18 @@ def warm(
     progress: Progress,
     remote_programs: Callable[[MeshExecutor], Sequence[DeclaredProgram]] = lambda machine: (),
 ) -> None:
-    """Compiles every declared program of every worker: shipments between all pairs, and its `remote_programs`."""
+    """Compiles every declared program of every worker, with shipments between all pairs and `remote_programs`."""
     decoders = [machine for machine in machines.values() if machine.config.role is Role.DECODE]
     joint = JointProgress(progress)
 
     def warm_one(worker: WorkerId, machine: MeshExecutor) -> None:
         peers = decoders if machine.config.role is Role.PREFILL else []
-        machine.warm(partial(joint.tell, worker), peers, more=remote_programs(machine))
+        machine.warm(partial(joint.report, worker), peers, more=remote_programs(machine))
 
     try:
         side_by_side([partial(warm_one, *each) for each in machines.items()])
     finally:
-        joint.stop()  # whoever still warms, ends with its program
+        joint.stop()  # threads that still compile end after their program
 
 
 def router_config(settings: Settings) -> RouterConfig:

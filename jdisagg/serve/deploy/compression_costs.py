@@ -1,4 +1,4 @@
-"""--transfer_compress=auto: what packing a page costs each way, measured on warm programs and posted to the workers."""
+"""--transfer_compress=auto: measures the time to pack a page with each codec and posts it to the workers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jdisagg.serve.driver.driver import LiveDriver
 def post_compression_costs(
     driver: LiveDriver, deployment: Deployment, machines: Mapping[WorkerId, MeshExecutor]
 ) -> None:
-    """Before the driver starts: until it does, nothing else uses the machines."""
-    theirs = [deployment.shapes(place) for place in deployment.mesh.workers() if place.role is Role.DECODE]
+    """Posts the measured times. Called before the driver starts, while nothing else uses the executors."""
+    decode_shapes = [deployment.shapes(place) for place in deployment.mesh.workers() if place.role is Role.DECODE]
     for worker, machine in machines.items():
-        if theirs and machine.config.role is Role.PREFILL and machine.config.compress is Compress.AUTO:
-            driver.post(worker, WiresTimed(machine.time_packs(theirs[0])))
+        if decode_shapes and machine.config.role is Role.PREFILL and machine.config.compress is Compress.AUTO:
+            driver.post(worker, WiresTimed(machine.time_packs(decode_shapes[0])))

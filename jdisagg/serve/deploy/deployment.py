@@ -1,4 +1,4 @@
-"""What a run will be, worked out before anything is loaded: the model, the meshes, and every worker's sizes."""
+"""Derives a deployment from the settings before anything is loaded: model, meshes, and every worker's sizes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,23 @@ from jdisagg.serve.frontends.grammars import why_no_grammars
 
 EMBEDDED_MODEL = Path(__file__).parents[2] / "embedded"
 AUTO, STORED = "auto", "stored"
-PAGE_DTYPES = {"fp8": "float8_e4m3fn"}  # as --kv_dtype calls it
-TYPICAL_ERROR = {"int8": 0.005, "fp8": 0.024, "int4": 0.1}  # of a layer, by benchmarks/compression.py
+PAGE_DTYPES = {"fp8": "float8_e4m3fn"}  # by the names of --kv_dtype
+TYPICAL_ERROR = {
+    "int8": 0.005,
+    "fp8": 0.024,
+    "int4": 0.1,
+}  # relative error of a layer, measured by benchmarks/compression.py
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """One stack, ready to be built. `layers` are the decode stages' runs, and the layer groups of prefill meshes that
-    have no stages of their own (`layers_of`)."""
+    """One stack, ready to be built.
+
+    `layers` has the layers of each decode stage; they are also the layer groups of prefill meshes without stages
+    (`layers_of`).
+    """
 
     files: ModelFiles
     model_name: str
@@ -48,36 +55,35 @@ class Deployment:
     mesh: MeshSpec
     layers: tuple[range, ...]
     dtype: str
-    weights: WeightFormat  # "auto" only on the CPU, where loading decides, as it does what stays full of int8 and fp8
+    weights: WeightFormat  # "auto" only on the CPU; loading decides it, and which matrices int8 and fp8 leave unscaled
     kv: KVLayout  # of decode and colocated workers
     prefill_kv: KVLayout  # of prefill workers
     max_model_len: int
     workers: tuple[WorkerConfig, ...]
     sizes: ChosenSizes
-    device_bytes: int | None = None  # of memory, of one device; None on the CPU
-    dtypes: Mapping[Role, str] = field(default_factory=dict[Role, str])  # of activations, where they are not `dtype`
-    draft: Draft | None = None  # the model or head that guesses what is drawn
-    draft_files: ModelFiles | None = None  # that the draft model or head is made of
-    draft_pages: DraftPages | None = None  # of decode and colocated workers, where its KV goes with the model's
+    device_bytes: int | None = None  # one device's memory; None on the CPU
+    dtypes: Mapping[Role, str] = field(default_factory=dict[Role, str])  # activation dtypes of roles, if not `dtype`
+    draft: Draft | None = None  # the draft model or head of speculative decoding
+    draft_files: ModelFiles | None = None  # files of the draft model or head
+    draft_pages: DraftPages | None = None  # None if a draft model's KV is not kept
 
     @property
     def model_folder(self) -> Path:
-        """The folder or GGUF file that holds the model."""
         return self.files.place
 
     @property
     def identity(self) -> ModelIdentity:
-        """Reads every byte of the model at the first call. Raises CheckpointError."""
+        """The model's identity. The first call reads every byte of the model. Raises CheckpointError."""
         return self.files.identity
 
     @property
     def identity_line(self) -> str:
-        """Describes the model for other processes, for records and for refusals; equal lines name equal models."""
+        """The model's description for other processes, records and refusals; equal lines name equal models."""
         return self.identity.described(self.model_name)
 
     @property
     def kv_fingerprint(self) -> str:
-        """Returns the model's fingerprint, and what else changes the numbers of its KV: rounded weights, and a head.
+        """The model's fingerprint with all else that changes its KV values: rounded weights and a draft head.
 
         A draft model whose KV is kept beside the model's is named by `draft_pages`.
         """
@@ -86,13 +92,12 @@ class Deployment:
 
     @property
     def head_fingerprint(self) -> str:
-        """Returns the fingerprint of the head whose keys and values lie behind the model's; empty without one."""
+        """The fingerprint of the draft head whose KV is stored as an extra layer of the model's; empty without one."""
         if self.draft is None or self.draft_files is None or not isinstance(self.draft[1], HeadConfig):
             return ""
         return self.draft_files.identity.fingerprint
 
     def dtype_of(self, role: Role) -> str:
-        """Of activations of workers of this role."""
         return self.dtypes.get(role, self.dtype)
 
     @property
@@ -100,22 +105,20 @@ class Deployment:
         return self.weights.dtype
 
     def layout(self, role: Role) -> KVLayout:
-        """How workers of this role hold KV."""
         return self.prefill_kv if role is Role.PREFILL else self.kv
 
-    def shapes(self, place: WorkerMesh) -> list[StageShape]:
-        """The layer groups of the worker at this place."""
-        kv = self.layout(place.role)
-        runs = kv_runs(self.layers_of(place), kv)
-        shapes = [StageShape(run, place.tp, kv.page_size, kv.dtype) for run in runs]
+    def shapes(self, mesh_row: WorkerMesh) -> list[StageShape]:
+        """Returns the shape of each layer group of the worker, a draft model's pages last."""
+        kv = self.layout(mesh_row.role)
+        runs = kv_runs(self.layers_of(mesh_row), kv)
+        shapes = [StageShape(run, mesh_row.tp, kv.page_size, kv.dtype) for run in runs]
         if self.draft_pages is not None and self.draft is not None and isinstance(self.draft[1], ModelConfig):
             pages = replace(self.draft_pages, layout=draft_layout(self.draft[1], kv))
-            shapes.append(draft_shape(pages, place.tp))
+            shapes.append(draft_shape(pages, mesh_row.tp))
         return shapes
 
-    def layers_of(self, place: WorkerMesh) -> tuple[range, ...]:
-        """Of the worker's stages or layer groups."""
-        return own_layers(self.model, self.layers, place)
+    def layers_of(self, mesh_row: WorkerMesh) -> tuple[range, ...]:
+        return own_layers(self.model, self.layers, mesh_row)
 
     def place(self, worker: WorkerId) -> WorkerMesh:
         return next(each for each in self.mesh.workers() if each.worker == worker)
@@ -124,11 +127,11 @@ class Deployment:
 def resolve_deployment(
     settings: Settings, platform: str, device_bytes: int | None, sized: bool = True, chip: Chip | None = None
 ) -> Deployment:
-    """What `settings` ask for, on devices of `platform` ("cpu", "tpu", "gpu") with `device_bytes` of memory each.
+    """Returns the deployment of `settings` on devices of `platform` ("cpu", "tpu", "gpu") of `device_bytes` bytes.
 
-    chip: their data sheet, where there is one: sizes that nobody said follow from it.
-    Not `sized`: workers are other processes' affair, which know their memory; each has one sequence's pages here.
-    Logs a warning for workers that share devices; each then gets an equal part of their memory.
+    Sizes that the settings leave out follow from `chip`, the devices' data sheet, if there is one. If not `sized`,
+    workers run in other processes, which know their memory; each worker has the pages of one sequence here.
+    Logs a warning for workers that share devices; each then gets an equal share of their memory.
     Raises ConfigError, MeshError or CheckpointError, each in one line.
     """
     files = model_files(settings)
@@ -149,56 +152,57 @@ def resolve_deployment(
     budget = Budget(model, layers, dtype, weights, device_bytes, draft[1] if draft else None, draft_pages is not None)
     budgets = {role: replace(budget, dtype=prefill_dtype if role is Role.PREFILL else dtype) for role in Role}
 
-    def pages_of(place: WorkerMesh, slots: int) -> int:
-        layout, held = layouts[place.role], budgets[place.role].of(place, mesh)
-        return num_pages(settings, slots, place, layout, longest, held) if sized else layout.pages_for(longest)
+    def pages_of(mesh_row: WorkerMesh, slots: int) -> int:
+        layout, held = layouts[mesh_row.role], budgets[mesh_row.role].of(mesh_row, mesh)
+        return num_pages(settings, slots, mesh_row, layout, longest, held) if sized else layout.pages_for(longest)
 
-    def room_of(place: WorkerMesh) -> int | None:
-        known = sized and (settings.kv_tokens or budgets[place.role].of(place, mesh).device_bytes is not None)
-        return pages_of(place, 1) * layouts[place.role].page_size if known else None
+    def room_of(mesh_row: WorkerMesh) -> int | None:
+        known = sized and (settings.kv_tokens or budgets[mesh_row.role].of(mesh_row, mesh).device_bytes is not None)
+        return pages_of(mesh_row, 1) * layouts[mesh_row.role].page_size if known else None
 
-    room = {place.worker: room_of(place) for place in mesh.workers()}  # of the first that has none it is told
+    room = {mesh_row.worker: room_of(mesh_row) for mesh_row in mesh.workers()}  # in tokens; None if memory is unknown
     held_by = devices.of(mesh.place_of(decodes=True)), devices.of(mesh.place_of(decodes=False))
     sizes = choose_sizes(settings, model, mesh, held_by, page, longest, room)
     speculation, has_grammars = read_speculation(settings.speculative), not why_no_grammars(settings)
 
-    def sizes_of(place: WorkerMesh) -> WorkerSizes:
-        known = pages_of(place, sizes.max_num_seqs), layouts[place.role].page_size, longest, speculation, has_grammars
-        return WorkerSizes(sizes, *known, **kv_sizes(own_layers(model, layers, place), kv, draft_pages))
+    def sizes_of(mesh_row: WorkerMesh) -> WorkerSizes:
+        page_size = layouts[mesh_row.role].page_size
+        known = pages_of(mesh_row, sizes.max_num_seqs), page_size, longest, speculation, has_grammars
+        return WorkerSizes(sizes, *known, **kv_sizes(own_layers(model, layers, mesh_row), kv, draft_pages))
 
-    workers = tuple(worker_config(settings, place, sizes_of(place)) for place in mesh.workers())
+    workers = tuple(worker_config(settings, mesh_row, sizes_of(mesh_row)) for mesh_row in mesh.workers())
     dtypes = {role: budgets[role].dtype for role in Role}
-    kept = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_files, draft_pages
-    return Deployment(files, settings.served_model_name or name_of(folder), model, mesh, layers, dtype, weights, *kept)
+    rest = kv, prefill_kv, longest, workers, sizes, device_bytes, dtypes, draft, draft_files, draft_pages
+    return Deployment(files, settings.served_model_name or name_of(folder), model, mesh, layers, dtype, weights, *rest)
 
 
 def model_files(settings: Settings) -> ModelFiles:
     """Returns the files of --model and --tokenizer; nothing of the weights is read. Raises CheckpointError."""
-    place = place_of(settings)
-    tokenizer = Path(settings.tokenizer) if settings.tokenizer else place
+    path = place_of(settings)
+    tokenizer = Path(settings.tokenizer) if settings.tokenizer else path
     cache = Path(settings.cache) if settings.cache else None
-    return ModelFiles(place, read_model(place), settings.load_format, settings.seed, tokenizer, cache)
+    return ModelFiles(path, read_model(path), settings.load_format, settings.seed, tokenizer, cache)
 
 
 def _identified_draft(
     draft: Draft | None, settings: Settings, mesh: MeshSpec, layouts: tuple[KVLayout, KVLayout], devices: Devices
 ) -> tuple[ModelFiles | None, DraftPages | None]:
-    """Returns the files of the draft model or head, and how a draft model's KV is kept, named by its fingerprint.
+    """Returns the files of the draft model or head, and the layout of a draft model's kept KV, named by fingerprint.
 
     A draft has no tokenizer, and a head is never random.
     """
     if draft is None:
         return None, None
-    place, config = draft
+    path, config = draft
     load_format = "hf" if isinstance(config, HeadConfig) else settings.load_format
     cache = Path(settings.cache) if settings.cache else None
-    files = ModelFiles(place, config, load_format, settings.seed, cache=cache)
+    files = ModelFiles(path, config, load_format, settings.seed, cache=cache)
     pages = kept_draft(draft, settings, mesh, layouts, "", devices)
     return files, None if pages is None else replace(pages, name=files.identity.fingerprint)
 
 
 def longest_of(settings: Settings, model: ModelConfig) -> int:
-    """Tokens of one sequence. Raises ConfigError where the model has not so many positions."""
+    """Returns the most tokens of one sequence. Raises ConfigError if that exceeds the model's positions."""
     if settings.max_model_len > model.max_position:
         over = f"--max_model_len={settings.max_model_len} is over the model's {model.max_position} positions"
         raise ConfigError(over)
@@ -208,55 +212,57 @@ def longest_of(settings: Settings, model: ModelConfig) -> int:
 def layouts_of(
     settings: Settings, model: ModelConfig, mesh: MeshSpec, devices: Devices, dtypes: tuple[str, str]
 ) -> tuple[Size, KVLayout, KVLayout]:
-    """The size of pages, and how decode and prefill workers hold KV. dtypes: of their activations."""
+    """Returns the page size, and the KV layouts of decode and of prefill workers; `dtypes` has both dtypes."""
     kv_dtype = PAGE_DTYPES.get(settings.kv_dtype, settings.kv_dtype) if settings.kv_dtype != AUTO else dtypes[0]
     tiled = "tpu" in (mesh.platforms or (devices.platform,))
     page = choose_page_size(
         settings, mesh, devices, KVLayout.of(model, 1, kv_dtype, tiled), longest_of(settings, model)
     )
     kv = KVLayout.of(model, page.value, kv_dtype, tiled)
-    asked = next(name for name in (settings.prefill_kv_dtype, settings.kv_dtype, dtypes[1]) if name != AUTO)
-    sent = replace(kv, page_size=settings.prefill_page_size or page.value, dtype=PAGE_DTYPES.get(asked, asked))
+    prefill_dtype = next(name for name in (settings.prefill_kv_dtype, settings.kv_dtype, dtypes[1]) if name != AUTO)
+    sent = replace(
+        kv, page_size=settings.prefill_page_size or page.value, dtype=PAGE_DTYPES.get(prefill_dtype, prefill_dtype)
+    )
     check_scaled(settings, model, mesh, kv, sent)
     return page, kv, sent
 
 
 def check_scaled(settings: Settings, model: ModelConfig, mesh: MeshSpec, kv: KVLayout, sent: KVLayout) -> None:
-    """Raises ConfigError where pages are to be quantised and cannot be. sent: of prefill workers."""
+    """Raises ConfigError if quantised pages are impossible here. `sent` is the layout of prefill workers."""
     own = [each for each in (kv, sent) if each.scaled]
     if not own:
         return
-    said = f"--kv_dtype={settings.kv_dtype}, --prefill_kv_dtype={settings.prefill_kv_dtype}"
+    both = f"--kv_dtype={settings.kv_dtype}, --prefill_kv_dtype={settings.prefill_kv_dtype}"
     if mesh.is_ring:
-        raise ConfigError(f"{said} and --mesh={mesh}: a ring's pages are not quantised")
+        raise ConfigError(f"{both} and --mesh={mesh}: a ring's pages are not quantised")
     if model.latent:
-        raise ConfigError(f"{said} and a model of {model.family}: latents are not quantised")
+        raise ConfigError(f"{both} and a model of {model.family}: latents are not quantised")
     if len({each.dtype for each in own}) > 1:
-        raise ConfigError(f"{said}: pages of one cannot become the other's; give both the same, or one of them a float")
+        raise ConfigError(f"{both}: pages of one cannot become the other's; give both the same, or one of them a float")
     for name in ("transfer_compress", "tier_compress"):
         if getattr(settings, name) != "none":
-            raise ConfigError(f"{said} and --{name}={getattr(settings, name)}: quantised pages travel as they are")
+            raise ConfigError(f"{both} and --{name}={getattr(settings, name)}: quantised pages travel as they are")
     for each in own:
         if each.tiled and (each.parts == 1 or each.head_dim % LANES):
-            raise ConfigError(f"{said} and heads of {model.head_dim} on a TPU: quantised rows are of {LANES} numbers")
+            raise ConfigError(f"{both} and heads of {model.head_dim} on a TPU: quantised rows are of {LANES} numbers")
         if each.tiled and 2 * each.page_size % LANES:
-            raise ConfigError(f"{said} and pages of {each.page_size} tokens on a TPU: say --page_size={LANES // 2}")
+            raise ConfigError(f"{both} and pages of {each.page_size} tokens on a TPU: say --page_size={LANES // 2}")
 
 
 def dtypes_of(settings: Settings, mesh: MeshSpec, platform: str) -> tuple[str, str]:
-    """Of workers that decode, and of prefill workers: what is asked for, else what their devices are best at."""
+    """Returns the activation dtypes of decode and of prefill workers: the settings', else their devices' default."""
 
     def usual(prefills: bool) -> str:
         found = [pool.platform or platform for pool in mesh.pools if (pool.role is Role.PREFILL) == prefills]
         return "float32" if (found or [platform])[0] == "cpu" else "bfloat16"
 
     dtype = settings.dtype if settings.dtype != "auto" else usual(False)
-    asked = [name for name in (settings.prefill_dtype, settings.dtype) if name != "auto"]
-    return dtype, asked[0] if asked else usual(True)
+    given = [name for name in (settings.prefill_dtype, settings.dtype) if name != "auto"]
+    return dtype, given[0] if given else usual(True)
 
 
 def weights_of(settings: Settings, folder: Path, model: ModelConfig, platform: str) -> WeightFormat:
-    """What --weight_dtype comes to for the model in `folder`. Raises ConfigError, CheckpointError."""
+    """Returns the weight format of --weight_dtype for the model in `folder`. Raises ConfigError, CheckpointError."""
     if settings.weight_dtype in (STORED, AUTO):
         stored = stored_weights(folder, settings.load_format, model)
         if stored is not None and (stored.dtype != "fp8" or platform == "gpu"):
@@ -264,24 +270,24 @@ def weights_of(settings: Settings, folder: Path, model: ModelConfig, platform: s
     return WeightFormat(weight_dtype_of(settings.weight_dtype, platform))
 
 
-def weight_dtype_of(asked: str, platform: str) -> str:
-    """--weight_dtype on devices of `platform`. Raises ConfigError for fp8 where its products do not exist."""
-    if asked == "fp8" and platform != "gpu":
+def weight_dtype_of(dtype: str, platform: str) -> str:
+    """Resolves --weight_dtype for devices of `platform`. Raises ConfigError for fp8 on other platforms than GPUs."""
+    if dtype == "fp8" and platform != "gpu":
         raise ConfigError(f"--weight_dtype=fp8 needs a GPU's products, and this is a {platform}; int8 is as small")
-    return AS_ACTIVATIONS if asked == STORED or (asked == AUTO and platform != "cpu") else asked
+    return AS_ACTIVATIONS if dtype == STORED or (dtype == AUTO and platform != "cpu") else dtype
 
 
 def place_of(settings: Settings) -> Path:
-    """Where the model lies. Raises CheckpointError where there is none."""
-    place = Path(settings.model) if settings.model else EMBEDDED_MODEL
-    why = why_no_model(place)
+    """Returns the model's folder or GGUF file. Raises CheckpointError if there is no model."""
+    path = Path(settings.model) if settings.model else EMBEDDED_MODEL
+    why = why_no_model(path)
     if why is not None:
-        raise CheckpointError(f"--model={settings.model or place}: {why}")
-    return place
+        raise CheckpointError(f"--model={settings.model or path}: {why}")
+    return path
 
 
 def mesh_of(settings: Settings) -> MeshSpec:
-    """--mesh; where it is "auto", two shards of prefill and two stages of decode. Raises MeshError, ConfigError."""
+    """Parses --mesh; "auto" means two prefill shards and two decode stages. Raises MeshError, ConfigError."""
     if settings.mesh != AUTO:
         mesh = MeshSpec.parse(settings.mesh)
         if mesh.is_ring and settings.tiers:
@@ -291,13 +297,13 @@ def mesh_of(settings: Settings) -> MeshSpec:
     return MeshSpec.parse(f"prefill:tp2,decode:pp{min(2, model.num_layers)}")
 
 
-def name_of(place: Path) -> str:
-    """What clients call the model at `place`, unless they are told another name."""
-    return "embedded" if place == EMBEDDED_MODEL else gguf_name(place) if is_gguf(place) else place.resolve().name
+def name_of(path: Path) -> str:
+    """Returns the model's name for clients, unless --served_model_name gives another."""
+    return "embedded" if path == EMBEDDED_MODEL else gguf_name(path) if is_gguf(path) else path.resolve().name
 
 
 def sharing_warnings(mesh: MeshSpec) -> list[str]:
-    """One line for each group of workers that share devices."""
+    """Returns one line for each group of workers that share devices."""
     return [
         f"{' and '.join(workers)} share device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}: for testing only,"
         f" they take turns on {'them' if len(ids) > 1 else 'it'}, and each gets 1/{len(workers)} of the memory"
@@ -306,7 +312,7 @@ def sharing_warnings(mesh: MeshSpec) -> list[str]:
 
 
 def compression_warnings(settings: Settings) -> list[str]:
-    """Where what is asked for would hardly ever happen."""
+    """Returns a warning if the requested compression would rarely be used."""
     wire, bound = settings.transfer_compress, settings.transfer_error_bound
     if bound >= TYPICAL_ERROR.get(wire, 0.0):
         return []
@@ -316,11 +322,11 @@ def compression_warnings(settings: Settings) -> list[str]:
     ]
 
 
-# What a worker can be on its own devices: every role, and every way to cut them, worked out before anybody asks.
+# The roles and mesh shapes that a worker can take on its own devices.
 
 
 class Sized(Protocol):
-    """What a worker can be: its sizes, and of a machine of this process how it is cut (`engine.reshape.Shape`)."""
+    """A configuration that a worker can take; for a worker of this process also its mesh (`mesh_executor.Shape`)."""
 
     @property
     def config(self) -> WorkerConfig: ...
@@ -328,16 +334,16 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerShapes:
-    """One worker's, by the text of its mesh, as "decode:pp2". `impossible`: why it can not be some of them."""
+    """The shapes that a worker can take, by mesh text ("decode:pp2"), and why others are impossible."""
 
     num_devices: int
     able: Mapping[str, Sized]
     impossible: Mapping[str, str]
-    usual: Mapping[Role, str]  # of a role where nobody says more
-    fixed: str = ""  # why it is nothing but what it is, where that is so
+    usual: Mapping[Role, str]  # the default mesh text of each role
+    fixed: str = ""  # the reason why the worker cannot change, if it cannot
 
     def find(self, role: str, mesh: str) -> Sized:
-        """What it is to be: mesh as "pp2tp1", "" for the usual one. Raises ConfigError, MeshError."""
+        """Returns the shape of a role and a mesh; "" is the role's default mesh. Raises ConfigError, MeshError."""
         if role not in list(Role):
             raise ConfigError(f"role is {role[:20]!r}, must be one of {', '.join(Role)}")
         if not mesh:
@@ -359,47 +365,47 @@ class WorkerShapes:
         )
 
 
-def shapes_of(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId) -> WorkerShapes:
-    """Of the worker at `place`, which is called `name`."""
+def shapes_of(deployment: Deployment, settings: Settings, mesh_row: WorkerMesh, name: WorkerId) -> WorkerShapes:
+    """Returns the shapes that the worker `name` of a mesh row can take."""
     able, impossible, usual = dict[str, Shape](), dict[str, str](), dict[Role, str]()
-    for pool in _cuts(len(place.device_ids)):
+    for pool in _cuts(len(mesh_row.device_ids)):
         text = str(pool)
         try:
-            at = replace(place, role=pool.role, pp=pool.pp, tp=pool.tp)
-            able[text] = _shape(deployment, settings, at, name, deployment.layout(place.role))
+            changed = replace(mesh_row, role=pool.role, pp=pool.pp, tp=pool.tp)
+            able[text] = _shape(deployment, settings, changed, name, deployment.layout(mesh_row.role))
         except ConfigError as error:
             impossible[text] = str(error)
-        started_so = any(
+        is_current = any(
             (each.role, each.pp, each.tp) == (pool.role, pool.pp, pool.tp) for each in deployment.mesh.pools
         )
-        if started_so or pool.role not in usual:
+        if is_current or pool.role not in usual:
             usual[pool.role] = text
-    return WorkerShapes(len(place.device_ids), able, impossible, usual)
+    return WorkerShapes(len(mesh_row.device_ids), able, impossible, usual)
 
 
 def _cuts(devices: int) -> Iterator[PoolSpec]:
-    """Every role on so many devices; the most stages first, of prefill the fewest."""
+    """Yields every role and mesh on `devices` devices: most stages first, for prefill fewest stages first."""
     tps = [tp for tp in range(1, devices + 1) if devices % tp == 0]
     for role in Role:
         for tp in reversed(tps) if role is Role.PREFILL else tps:
             yield PoolSpec(role, pp=devices // tp, tp=tp)
 
 
-def _shape(deployment: Deployment, settings: Settings, place: WorkerMesh, name: WorkerId, own: KVLayout) -> Shape:
-    """own: of the pages it starts with. Raises ConfigError, MeshError where it cannot be."""
-    model, layout = deployment.model, deployment.layout(place.role)
+def _shape(deployment: Deployment, settings: Settings, mesh_row: WorkerMesh, name: WorkerId, own: KVLayout) -> Shape:
+    """Returns the worker's shape for a mesh row; `own` is its layout at start. Raises ConfigError, MeshError."""
+    model, layout = deployment.model, deployment.layout(mesh_row.role)
     if settings.tiers and layout != own:
-        raise ConfigError(f"{place.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")
-    stages = split_layers(model, place.pp) if place.role.decodes else deployment.layers
-    layers = own_layers(model, stages, place)
-    kept, draft = deployment.draft_pages, deployment.draft[1] if deployment.draft else None
+        raise ConfigError(f"{mesh_row.role}: pages would be {layout}, those that {settings.tiers} keep are {own}")
+    stages = split_layers(model, mesh_row.pp) if mesh_row.role.decodes else deployment.layers
+    layers = own_layers(model, stages, mesh_row)
+    draft_pages, draft = deployment.draft_pages, deployment.draft[1] if deployment.draft else None
     held = deployment.weights, deployment.device_bytes, draft
-    budget = Budget(model, stages, deployment.dtype_of(place.role), *held, draft_kept=kept is not None)
+    budget = Budget(model, stages, deployment.dtype_of(mesh_row.role), *held, is_draft_kept=draft_pages is not None)
     longest = deployment.max_model_len
     pages = num_pages(
-        settings, deployment.sizes.max_num_seqs, place, layout, longest, budget.of(place, deployment.mesh)
+        settings, deployment.sizes.max_num_seqs, mesh_row, layout, longest, budget.of(mesh_row, deployment.mesh)
     )
     speculation, has_grammars = read_speculation(settings.speculative), not why_no_grammars(settings)
     known = pages, layout.page_size, longest, speculation, has_grammars
-    sizes = WorkerSizes(deployment.sizes, *known, **kv_sizes(layers, deployment.kv, kept))
-    return Shape(worker_config(settings, replace(place, worker=name), sizes), layout, layers)
+    sizes = WorkerSizes(deployment.sizes, *known, **kv_sizes(layers, deployment.kv, draft_pages))
+    return Shape(worker_config(settings, replace(mesh_row, worker=name), sizes), layout, layers)

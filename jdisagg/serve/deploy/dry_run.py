@@ -1,4 +1,4 @@
-"""What each process of a deployment would hold and listen at, by arithmetic alone: nothing is loaded or bound."""
+"""Computes each process's devices, memory, ports and command of a deployment, without loading or binding anything."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from jdisagg.serve.deploy.deployment import AUTO, Deployment
 from jdisagg.serve.deploy.memory import Budget
 
 OWN_ADDRESS = "ADDRESS"  # a placeholder for the address of the host that the process runs on
-HERE = "ROUTER"  # whoever reads puts the router's host in its place
+HERE = "ROUTER"  # a placeholder for the host of the router
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process: its roles, its workers, and its rank where it is one of a group of `size`."""
+    """One process: its roles, its workers, and its rank if it belongs to a group of `size` processes."""
 
     roles: tuple[str, ...]
     places: tuple[WorkerMesh, ...]
     rank: int = 0
     size: int = 1
 
-    def devices(self, place: WorkerMesh) -> range:
-        """Its own of the worker's, which are dealt to ranks one run each."""
-        share = len(place.device_ids) // self.size
-        return place.device_ids[self.rank * share : (self.rank + 1) * share]
+    def devices(self, mesh_row: WorkerMesh) -> range:
+        """Returns the process's share of a worker's devices: ranks get consecutive ranges of equal length."""
+        share = len(mesh_row.device_ids) // self.size
+        return mesh_row.device_ids[self.rank * share : (self.rank + 1) * share]
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """A deployment, on devices of `platform`."""
+    """The plan of a deployment on devices of `platform`, printed by --dry_run."""
 
     deployment: Deployment
     settings: Settings
     platform: str
-    group: GroupPlace | None = None  # of this process, which says how large its role's groups are
+    group: GroupPlace | None = None  # of this process; its size counts for all groups of the role
 
     def processes(self) -> list[ProcessPlan]:
-        """All of the deployment. Raises ConfigError where a worker cannot be dealt to a group."""
+        """Returns all processes. Raises ConfigError if a worker's devices cannot be split over its group."""
         places = self.deployment.mesh.workers()
         if self.settings.role == ALL_ROLES:
             return [ProcessPlan((ALL_ROLES,), places)]
@@ -67,62 +67,60 @@ class DryRun:
         return tuple(each for each in self.deployment.mesh.workers() if plays(each.role, frozenset(roles)))
 
     def _members(self, roles: tuple[str, ...], places: tuple[WorkerMesh, ...], size: int) -> Iterator[ProcessPlan]:
-        for place in places:
-            count = len(place.device_ids)
+        for mesh_row in places:
+            count = len(mesh_row.device_ids)
             if count % size:
-                raise ConfigError(f"{place.worker} has {count} devices: a group of {size} cannot share them evenly")
+                raise ConfigError(f"{mesh_row.worker} has {count} devices: a group of {size} cannot share them evenly")
             for rank in range(size):
-                yield ProcessPlan(roles, (place,), rank, size)
+                yield ProcessPlan(roles, (mesh_row,), rank, size)
 
     def lines(self) -> Iterator[str]:
-        """For people, a paragraph a process."""
         for process in self.processes():
             yield ""
             rank = f", rank {process.rank} of {process.size}" if process.size > 1 else ""
             yield f"process  {','.join(process.roles)}{rank}"
-            for place in process.places:
-                yield from self._worker(process, place)
+            for mesh_row in process.places:
+                yield from self._worker(process, mesh_row)
             yield f"  ports    {', '.join(self._ports(process))}"
             yield f"  command  {self.command(process)}"
 
-    def _worker(self, process: ProcessPlan, place: WorkerMesh) -> Iterator[str]:
-        devices = process.devices(place)
-        yield f"  {place.worker}: {self.platform} devices {devices.start}-{devices.stop - 1} of the mesh"
-        held = self.stage_bytes(place)
+    def _worker(self, process: ProcessPlan, mesh_row: WorkerMesh) -> Iterator[str]:
+        devices = process.devices(mesh_row)
+        yield f"  {mesh_row.worker}: {self.platform} devices {devices.start}-{devices.stop - 1} of the mesh"
+        held = self.stage_bytes(mesh_row)
         weights_bytes = kv_bytes = 0
-        config = next(each for each in self.deployment.workers if each.worker == place.worker)
-        for stage, (run, device_bytes, kept) in enumerate(held):
-            shards = [device for device in devices if (device - place.first_device) // place.tp == stage]
+        config = next(each for each in self.deployment.workers if each.worker == mesh_row.worker)
+        for stage, (run, device_bytes, num_page_layers) in enumerate(held):
+            shards = [device for device in devices if (device - mesh_row.first_device) // mesh_row.tp == stage]
             if not shards:
                 continue
-            first = (shards[0] - place.first_device) % place.tp
-            page_bytes = kept * self._page_bytes(place)
+            first = (shards[0] - mesh_row.first_device) % mesh_row.tp
+            page_bytes = num_page_layers * self._page_bytes(mesh_row)
             weights_bytes += len(shards) * device_bytes
             kv_bytes += len(shards) * config.num_pages * page_bytes
             yield (
                 f"    stage {stage}: layers {run.start}-{run.stop - 1}, shards {first}-{first + len(shards) - 1} of"
-                f" {place.tp}; a device: {size_text(device_bytes)} of weights,"
+                f" {mesh_row.tp}; a device: {size_text(device_bytes)} of weights,"
                 f" {size_text(config.num_pages * page_bytes)} of KV"
             )
         pages = f"{config.num_pages:,} pages of {config.page_size} tokens"
         yield f"    whole: {size_text(weights_bytes)} of weights, {size_text(kv_bytes)} of KV in {pages}"
 
-    def stage_bytes(self, place: WorkerMesh) -> list[tuple[range, int, int]]:
-        """Of each stage its layers, and on a device bytes of weights and layers of pages, a ring's padding among them.
+    def stage_bytes(self, mesh_row: WorkerMesh) -> list[tuple[range, int, int]]:
+        """Returns each stage's layers, weight bytes per device, and layers of pages with a ring's padding.
 
-        What loading would choose for counts as --dtype.
+        A weight dtype that only loading decides counts as --dtype.
         """
         whole = self.deployment
         weights = replace(whole.weights, dtype=AS_ACTIVATIONS) if whole.weights.dtype == AUTO else whole.weights
-        found = Budget(whole.model, whole.layers, whole.dtype, weights, None).stages(place)
-        if place.schedule is Schedule.RING:
+        found = Budget(whole.model, whole.layers, whole.dtype, weights, None).stages(mesh_row)
+        if mesh_row.schedule is Schedule.RING:
             ((places, held),) = found
             return [(run, held, len(places)) for run in whole.layers]
         return [(run, held, len(run)) for run, held in found]
 
-    def _page_bytes(self, place: WorkerMesh) -> int:
-        """A page of one layer on one device."""
-        return self.deployment.layout(place.role).layer_page_bytes(place.tp)
+    def _page_bytes(self, mesh_row: WorkerMesh) -> int:
+        return self.deployment.layout(mesh_row.role).layer_page_bytes(mesh_row.tp)
 
     def _ports(self, process: ProcessPlan) -> Iterator[str]:
         given, serves = self.settings, {ALL_ROLES, ROUTER_ROLE, FRONT_ROLE} & set(process.roles)
@@ -145,22 +143,21 @@ class DryRun:
         return f"{OWN_ADDRESS}:0" if is_standard else self.settings.kv_listen
 
     def command(self, process: ProcessPlan) -> str:
-        """The process's own."""
         standard = Settings()
-        told: dict[str, Any] = {each.name: getattr(self.settings, each.name) for each in fields(Settings)}
-        told |= {"role": ",".join(process.roles), "router": "", "group_rank": -1}
+        flags: dict[str, Any] = {each.name: getattr(self.settings, each.name) for each in fields(Settings)}
+        flags |= {"role": ",".join(process.roles), "router": "", "group_rank": -1}
         if ROUTER_ROLE not in process.roles and ALL_ROLES not in process.roles:
             found = self.settings.router or f"{HERE}:{self.settings.control_port}"
-            told["router"] = "" if self.settings.coordination else found
-            told["kv_listen"] = self._kv_listen() if process.places else self.settings.kv_listen
+            flags["router"] = "" if self.settings.coordination else found
+            flags["kv_listen"] = self._kv_listen() if process.places else self.settings.kv_listen
         if process.size > 1 and self.group is not None:
-            place = process.places[0].worker
-            group = self.group.group if len(self._places(process.roles)) == 1 else place
-            told |= {"group": group, "group_size": process.size, "group_rank": process.rank}
-            told["coordinator"] = self.group.coordinator
+            worker = process.places[0].worker
+            group = self.group.group if len(self._places(process.roles)) == 1 else worker
+            flags |= {"group": group, "group_size": process.size, "group_rank": process.rank}
+            flags["coordinator"] = self.group.coordinator
         else:
-            told |= {"group": "", "group_size": 0, "coordinator": ""}
-        given = {name: value for name, value in told.items() if value != getattr(standard, name)}
+            flags |= {"group": "", "group_size": 0, "coordinator": ""}
+        given = {name: value for name, value in flags.items() if value != getattr(standard, name)}
         return shlex.join(["python", "-m", "jdisagg.launch", *as_flags(**given)])
 
 

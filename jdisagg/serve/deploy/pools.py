@@ -1,4 +1,4 @@
-"""The workers as their operator sees them: what each is and can be, where it stands, and how it is made another."""
+"""Workers as an operator sees them (GET /admin/workers): role, mesh and state of each, and role changes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from jdisagg.serve.deploy.deployment import WorkerShapes
 from jdisagg.serve.driver.autoscaling import Autoscaling
 from jdisagg.serve.driver.role_change import ReshapeTimes
 
-# Workers as people see them: where each stands and how its mesh is cut, of this process and of others.
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One worker that is there now. `stages`: those of its mesh, one behind the other; layer groups are none."""
+    """One worker that is present now. `stages` are its pipeline stages; layer groups on one mesh are one stage."""
 
     config: WorkerConfig
     stages: tuple[StageShape, ...] = ()
-    remote: bool = False  # in another process
-    leaving: bool = False  # it ends what it has, and is given nothing more
+    remote: bool = False  # the worker runs in another process
+    leaving: bool = False  # the worker drains and gets no new requests
 
     def to_json(self) -> dict[str, Any]:
         config = self.config
@@ -49,7 +47,7 @@ class Place:
 def place_of(
     config: WorkerConfig, groups: Sequence[StageShape], *, remote: bool = False, leaving: bool = False
 ) -> Place:
-    """A worker whose pages lie in these groups of layers: each a stage, or all on one mesh. A draft's are none."""
+    """Returns the worker's view; `groups` are the layer groups of its pages, a draft model's among them."""
     stages = tuple(each for each in groups if not each.draft)
     if config.pipeline_stages == config.decode.n == 1 and len(stages) > 1:
         layers = range(stages[0].layers.start, stages[-1].layers.stop)
@@ -57,7 +55,7 @@ def place_of(
     return Place(config, stages, remote, leaving)
 
 
-ANSWER_S = 10.0  # for the router to take a change, or to refuse it
+ANSWER_S = 10.0  # the longest wait for the router to accept or refuse a change
 
 
 class NoSuchWorker(RequestError):
@@ -65,12 +63,12 @@ class NoSuchWorker(RequestError):
 
 
 class RoleConflict(JdisaggError):
-    """The worker cannot leave now: it is the last of its phase, or on its way already (HTTP 409)."""
+    """The worker cannot leave now: it is the last of its phase, or leaves already (HTTP 409)."""
 
 
 @dataclass(slots=True)
 class Change:
-    """The last change of one worker: when it reached each standing, seconds of the wall clock, and what went wrong."""
+    """The last role change of one worker: wall-clock seconds at which it reached each state, and what failed."""
 
     standing: str = Standing.SERVING.value
     at: dict[str, float] = field(default_factory=dict[str, float])
@@ -79,34 +77,34 @@ class Change:
 
 @dataclass
 class Pools:
-    """`post` brings an event to the router's driver; `places` and `shapes` are of all workers that are there now.
+    """The workers of all processes, and requests to drain them or to change their roles.
 
-    Routes call it on the event loop; `stood` is called on the driver's thread.
+    `post` queues an event on the router's driver; `places` and `shapes` return the workers that are present now. HTTP
+    routes use it on the event loop; `stood` is called on the driver's thread.
     """
 
     post: Callable[[WorkerId, ChangeRole], None]
     places: Callable[[], list[Place]]
     shapes: Callable[[], Mapping[WorkerId, WorkerShapes]]
     times: Callable[[], Mapping[WorkerId, ReshapeTimes]]
-    scaling: Autoscaling | None = None  # what asks for changes by itself
+    scaling: Autoscaling | None = None  # the autoscaler, which changes roles by itself
     _changes: dict[WorkerId, Change] = field(default_factory=dict[WorkerId, Change])
     _numbers: count[int] = field(default_factory=lambda: count(1))
-    _asked: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[WorkerStands]]] = field(default_factory=dict)
+    _pending: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[WorkerStands]]] = field(default_factory=dict)
 
-    # ------------------------------------------------------------ what there is
+    # ------------------------------------------------------------ views
 
     def described(self) -> list[dict[str, Any]]:
-        """Every worker, as GET /admin/workers shows it."""
         shapes, times = self.shapes(), self.times()
-        return [self._described(place, shapes.get(place.config.worker), times) for place in self.places()]
+        return [self._described(info, shapes.get(info.config.worker), times) for info in self.places()]
 
     def _described(
-        self, place: Place, shapes: WorkerShapes | None, times: Mapping[WorkerId, ReshapeTimes]
+        self, info: Place, shapes: WorkerShapes | None, times: Mapping[WorkerId, ReshapeTimes]
     ) -> dict[str, Any]:
-        worker = place.config.worker
-        change = self._changes.get(worker, Change("leaving" if place.leaving else Standing.SERVING.value))
+        worker = info.config.worker
+        change = self._changes.get(worker, Change("leaving" if info.leaving else Standing.SERVING.value))
         took = times.get(worker)
-        return place.to_json() | {
+        return info.to_json() | {
             "standing": change.standing,
             "can_be": [] if shapes is None else [*shapes.able],
             "changed_at": dict(change.at),
@@ -114,52 +112,52 @@ class Pools:
             "took": None if took is None else asdict(took),
         }
 
-    # ------------------------------------------------------------ what is asked
+    # ------------------------------------------------------------ changes
 
     async def drain(self, worker: str, drain_s: float) -> dict[str, Any]:
-        """It takes nothing new, and what it has goes elsewhere after `drain_s`. Raises as `change`."""
-        self._check_there(worker)
-        return await self._ask(WorkerId(worker), None, drain_s)
+        """Drains the worker: it gets no new requests, and after `drain_s` its sequences move. Raises as `change`."""
+        self._check_present(worker)
+        return await self._request(WorkerId(worker), None, drain_s)
 
     async def change(self, worker: str, role: str, mesh: str, drain_s: float) -> dict[str, Any]:
-        """It becomes this, on its devices. Raises NoSuchWorker, RequestError, RoleConflict."""
+        """Changes the worker's role and mesh on its devices. Raises NoSuchWorker, RequestError, RoleConflict."""
         try:
             config = self._shapes_of(worker).find(role, mesh).config
         except ConfigError as error:
             raise RequestError(str(error), param="mesh" if mesh else "role") from error
-        return await self._ask(WorkerId(worker), config, drain_s)
+        return await self._request(WorkerId(worker), config, drain_s)
 
-    def _check_there(self, worker: str) -> None:
-        names = sorted(place.config.worker for place in self.places())
+    def _check_present(self, worker: str) -> None:
+        names = sorted(info.config.worker for info in self.places())
         if worker not in names:
             raise NoSuchWorker(f"there is no worker {worker[:80]!r}; there are {', '.join(names) or 'none'}")
 
     def _shapes_of(self, worker: str) -> WorkerShapes:
-        self._check_there(worker)
+        self._check_present(worker)
         shapes = self.shapes().get(WorkerId(worker))
         if shapes is None:
             raise RequestError(f"{worker} has not said what it can become: its role changes by starting it again")
         return shapes
 
-    async def _ask(self, worker: WorkerId, config: WorkerConfig | None, drain_s: float) -> dict[str, Any]:
+    async def _request(self, worker: WorkerId, config: WorkerConfig | None, drain_s: float) -> dict[str, Any]:
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         answer: asyncio.Future[WorkerStands] = loop.create_future()
-        self._asked[number] = loop, answer
+        self._pending[number] = loop, answer
         self.post(ROUTER, ChangeRole(worker, number, config, drain_s))
         try:
-            stands = await asyncio.wait_for(answer, ANSWER_S)
+            status = await asyncio.wait_for(answer, ANSWER_S)
         finally:
-            self._asked.pop(number, None)
-        if stands.refused:
-            raise RoleConflict(stands.refused)
+            self._pending.pop(number, None)
+        if status.refused:
+            raise RoleConflict(status.refused)
         becomes = {} if config is None else {"becomes": config.role.value}
-        return {"worker": worker, "standing": stands.standing, "role": stands.role, **becomes}
+        return {"worker": worker, "standing": status.standing, "role": status.role, **becomes}
 
     def stood(self, effect: WorkerStands) -> None:
-        """The router says where a change is. The first word of each is the answer to who asked for it."""
-        loop, answer = self._asked.pop(effect.number, (None, None))
+        """Records the state of a change. The first status of a change is also the answer to its request."""
+        loop, answer = self._pending.pop(effect.number, (None, None))
         if loop is not None and answer is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(_answered, answer, effect)
+            loop.call_soon_threadsafe(_set_answer, answer, effect)
             if effect.refused:
                 return
         if effect.standing == Standing.LEAVING or effect.worker not in self._changes:
@@ -169,9 +167,9 @@ class Pools:
         change.at[effect.standing] = time.time()
 
 
-def _answered(answer: asyncio.Future[WorkerStands], effect: WorkerStands) -> None:
+def _set_answer(answer: asyncio.Future[WorkerStands], effect: WorkerStands) -> None:
     if not answer.done():
         answer.set_result(effect)
 
 
-NO_POOLS = Pools(lambda actor, event: None, list, dict, dict)  # of a stack whose machines cannot be made anew
+NO_POOLS = Pools(lambda actor, event: None, list, dict, dict)  # for a stack whose executors cannot be rebuilt

@@ -1,4 +1,4 @@
-"""Files that hold a secret: read only where their owner alone may read them, as ssh reads its keys."""
+"""Reads files that hold a secret, and refuses files that other users may read, as ssh does with its keys."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ OTHERS, GROUP = 0o007, 0o070
 
 
 def read_private(flag: str, path: str) -> bytes:
-    """The bytes of the file that --flag names. Raises ConfigError, with the mode where others may read it.
+    """Returns the bytes of the file that --flag names. Raises ConfigError, with the mode if other users may read it.
 
-    A group may have rights on a file of another owner, as on what an orchestrator mounts for its containers.
+    A group may have rights on a file of another owner, because orchestrators mount secrets that way.
     """
     try:
         with Path(path).open("rb") as file:

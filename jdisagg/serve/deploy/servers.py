@@ -38,14 +38,14 @@ from jdisagg.serve.observability import health
 from jdisagg.serve.observability.tracing import Profiles, own_profile
 
 LOCAL_NAMES = ("", "localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
-BACKLOG = 512  # the kernel's; all of them may be accepted before the first that is too many is refused
+BACKLOG = 512  # of the kernel; all may be accepted before the first connection over the limit is refused
 DESCRIPTORS = Path("/proc/self/fd")
-GRACE_S = 2  # for answers that are complete, but whose clients have not read them, once draining is over
+GRACE_S = 2  # after draining, for complete answers that clients have not read yet
 
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Bound and not yet listening; None where a server is switched off. `grpc_port` was free a moment ago."""
+    """The servers' sockets, bound and not listening yet; None for a server that is off."""
 
     http: socket.socket | None = None
     grpc_port: int | None = None
@@ -59,12 +59,14 @@ class Sockets:
 
 
 def bind(settings: Settings) -> Sockets:
-    """Raises ConfigError naming the flag, the address and the system's reason."""
+    """Binds the sockets. Raises ConfigError with the flag, the address and the system's reason."""
     http = _bound(settings.host, settings.http_port, "http_port") if settings.http_port >= 0 else None
     if settings.grpc_port < 0:
         return Sockets(http, None)
     try:
-        with _bound(settings.host, settings.grpc_port, "grpc_port") as probe:  # grpc binds for itself: only look
+        with _bound(
+            settings.host, settings.grpc_port, "grpc_port"
+        ) as probe:  # gRPC binds by itself: only check the port
             return Sockets(http, probe.getsockname()[1])
     except ConfigError:
         Sockets(http).__exit__()
@@ -83,19 +85,21 @@ def check_cluster_ports(settings: Settings, has_router: bool, has_workers: bool)
 
 
 def check_kv_address(settings: Settings) -> None:
-    """Raises ConfigError where a router is on another host and the workers' KV address can be reached on this one only.
+    """Raises ConfigError if a router is on another host and the workers' KV address is reachable from this one only.
 
-    A router whose name does not resolve yet is taken for a local one. A name given as `kv_advertise` is resolved by the
-    peers, so that it may be this host's own name, which resolves to a loopback address here.
+    A router whose name does not resolve yet counts as local. Peers resolve a name given as `kv_advertise`, so it may
+    be this host's own name, which resolves to a loopback address here.
     """
     remote = remote_router(settings)
     if not remote:
         return
-    listens, told = split_address(settings.kv_listen)[0], settings.kv_advertise
+    listens, advertised = split_address(settings.kv_listen)[0], settings.kv_advertise
     is_bound_here = any(each.is_loopback for each in addresses_of(listens))
-    if not is_bound_here and not is_local_name(told or listens):
+    if not is_bound_here and not is_local_name(advertised or listens):
         return
-    flag, given = ("kv_advertise", told) if told and not is_bound_here else ("kv_listen", settings.kv_listen)
+    flag, given = (
+        ("kv_advertise", advertised) if advertised and not is_bound_here else ("kv_listen", settings.kv_listen)
+    )
     raise ConfigError(
         f"--{flag}={given} cannot be reached from other hosts, and {remote} is on another one; "
         "set --kv_listen=ADDRESS:0 with this host's address, or --kv_listen=0.0.0.0:0 --kv_advertise=ADDRESS"
@@ -117,13 +121,13 @@ def remote_router(settings: Settings) -> str:
 
 
 def is_remote(host: str) -> bool:
-    """Returns whether a host resolves, and to no loopback address."""
+    """Returns True if a host resolves, and to no loopback address."""
     found = addresses_of(host)
     return bool(found) and not any(each.is_loopback or each.is_unspecified for each in found)
 
 
 def is_local_name(host: str) -> bool:
-    """Returns whether peers on other hosts would reach themselves by this name: localhost, loopback or unspecified."""
+    """Returns True if peers on other hosts would reach themselves by this name (localhost, loopback, unspecified)."""
     host = host.removeprefix("[").removesuffix("]")
     if host.rstrip(".").lower() in LOCAL_NAMES:
         return True
@@ -135,7 +139,7 @@ def is_local_name(host: str) -> bool:
 
 
 def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Returns the addresses that a name or an address stands for; none where it does not resolve."""
+    """Returns the addresses of a host name or address; none if it does not resolve."""
     try:
         return _addresses(socket.getaddrinfo(host or "::", None, type=socket.SOCK_STREAM))
     except OSError:
@@ -143,7 +147,7 @@ def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addres
 
 
 def _addresses(found: list[Any]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Returns the addresses of `getaddrinfo`'s answer, those of IPv4 that are written as IPv6 as IPv4."""
+    """Returns the addresses of a `getaddrinfo` result; IPv4-mapped IPv6 addresses become IPv4."""
     parsed = [ipaddress.ip_address(each[4][0].partition("%")[0]) for each in found]
     return [getattr(each, "ipv4_mapped", None) or each for each in parsed]
 
@@ -164,19 +168,20 @@ def _bound(host: str, port: int, flag: str) -> socket.socket:
 
 
 def _listen(bound: socket.socket, settings: Settings) -> None:
-    """Two processes may bind one port while neither listens: who comes second learns it here."""
+    """Listens on the port. Two processes may bind one port while neither listens; the second one fails here."""
     try:
         bound.listen(BACKLOG)
     except OSError as error:
-        place = f"{settings.host}:{settings.http_port}"
-        why = f"cannot listen on {place} ({error.strerror}); give this process another --http_port"
+        address = f"{settings.host}:{settings.http_port}"
+        why = f"cannot listen on {address} ({error.strerror}); give this process another --http_port"
         raise ConfigError(f"--http_port={settings.http_port}: {why}") from error
 
 
 def max_connections(settings: Settings) -> int:
-    """Of each front: as many as are asked for, or a third of the descriptors that this process may yet open.
+    """Returns the connection limit of each front end: --max_connections, or a third of the free file descriptors.
 
-    Raises ConfigError where that is none. The last third is for files and for the other processes of the cluster.
+    One third is for the other front end, and one for files and the cluster's other processes. Raises ConfigError if
+    that leaves no connection.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY or not DESCRIPTORS.is_dir():
@@ -188,7 +193,7 @@ def max_connections(settings: Settings) -> int:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn without its signal handling (the launcher decides what a signal means), its clients under limits."""
+    """A uvicorn server with connection limits and without signal handling, which is the launcher's."""
 
     def __init__(self, config: uvicorn.Config, limiter: ConnectionLimiter) -> None:
         super().__init__(config)
@@ -199,7 +204,7 @@ class HTTPServer(uvicorn.Server):
         return len(self.server_state.connections)
 
     async def on_tick(self, counter: int) -> bool:
-        """About ten times a second."""
+        """Closes connections over their limits; uvicorn calls it about ten times a second."""
         self._limiter.sweep(self.server_state.connections, asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
@@ -210,7 +215,7 @@ class HTTPServer(uvicorn.Server):
 
 @dataclass(slots=True)
 class Running:
-    """Servers that take requests."""
+    """The servers that accept requests."""
 
     http: HTTPServer | None
     http_task: asyncio.Task[None] | None
@@ -219,14 +224,13 @@ class Running:
     lag_watch: asyncio.Task[None] | None = None
 
     async def wait(self) -> None:
-        """Returns when a server has ended."""
         if self.http_task is not None:
             await self.http_task
         elif self.grpc_server is not None:
             await self.grpc_server.wait_for_termination()
 
     async def stop(self) -> None:
-        """Closes both at once: draining came before."""
+        """Closes both servers at once; requests were drained before."""
         if self.http is not None:
             self.http.should_exit = True
         if self.lag_watch is not None:
@@ -238,12 +242,12 @@ class Running:
 async def start(
     service: LocalService, settings: Settings, sockets: Sockets, profiles: Callable[[float], Profiles] = own_profile
 ) -> Running:
-    """Starts what `sockets` has; returns once both accept connections. Raises ConfigError for a port lost meanwhile.
+    """Starts the servers and returns once both accept connections. Raises ConfigError for a port lost meanwhile.
 
-    `profiles` are those of every process that serves.
+    `profiles` takes a profile of every serving process.
     """
     front = front_settings(service, settings)
-    memory.settle()
+    memory.freeze_gc()
     note = service.metrics.limited if service.metrics is not None else lambda limit: None
     clients = Clients(front, service.now_s, note)
     running = Running(None, None, None, [])
@@ -276,10 +280,10 @@ def _http_server(service: LocalService, front: FrontSettings, app: FastAPI, log_
     limiter = ConnectionLimiter(Limits(front.max_connections, front.client_timeout_s))
     config = uvicorn.Config(
         app,
-        http=partial(Connection, limiter),  # type: ignore[arg-type]  # it is called as the class would be
+        http=partial(Connection, limiter),  # type: ignore[arg-type]  # uvicorn calls it like the class
         ws="none",
         log_level=log_level,
-        log_config=None,  # its lines are written as ours
+        log_config=None,  # log lines have the root logger's format
         access_log=False,
         lifespan="off",
         server_header=False,
@@ -299,14 +303,14 @@ async def _until(true: Callable[[], bool], task: asyncio.Task[None]) -> None:
 
 
 def offline_app(service: LocalService, settings: Settings) -> FastAPI:
-    """The routes for requests of a file: without keys and clients' limits, and whoever waits may wait."""
+    """Returns the app for requests of a batch file: without API keys, client limits or a queue timeout."""
     plain = front_settings(service, settings)
     own = replace(plain, api_key=None, api_keys={}, admin_key=None, rates=Rates(), queue_timeout_s=None)
     return create_app(service, own)
 
 
 def front_settings(service: LocalService, settings: Settings) -> FrontSettings:
-    """The front ends' limits, with the model's sampling defaults. Raises ConfigError."""
+    """Returns the front ends' settings, with the model's sampling defaults. Raises ConfigError."""
     keys = read_keys(settings.api_keys_file) if settings.api_keys_file else {}
     return FrontSettings(
         sampling_defaults=service.sampling_defaults,

@@ -1,6 +1,6 @@
-"""Live: the autoscaler observes the router's driver, is asked every few seconds on its thread, and posts its flips.
+"""Runs the autoscaler beside the router's driver: it observes events and posts role changes every few seconds.
 
-With --autoscale=watch it flips nobody: what it would have is told by the metrics, for scalers outside.
+With --autoscale=watch it changes no role. The metrics show the replicas that it asks for, to external scalers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OFF, WATCH, FLIP = "off", "watch", "flip"
 
 
 class ScaledDriver(Protocol):
-    """What autoscaling needs of a driver."""
+    """The part of a driver that autoscaling uses."""
 
     def now_s(self) -> float: ...
 
@@ -34,7 +34,11 @@ class ScaledDriver(Protocol):
 
 
 class Autoscaling:
-    """`shapes` says what each worker can be; without any, nobody flips. `drain_s`: what a flip leaves to what runs."""
+    """Changes roles of workers at intervals of `look_s` seconds, as `RoleScaler` decides.
+
+    `shapes` returns the roles and shapes that each worker can have; if empty, no role changes. `drain_s` is the time
+    that running sequences have to finish before their worker changes its role.
+    """
 
     def __init__(
         self,
@@ -46,11 +50,10 @@ class Autoscaling:
     ) -> None:
         self.scaler = RoleScaler(scaling, workers, self._can_be)
         self._shapes, self._drain_s, self._look_s = shapes, drain_s, look_s
-        self._numbers = count(-1, -1)  # an operator's are above 0
+        self._numbers = count(-1, -1)  # below 0; numbers of an operator's changes are above 0
         self._stopped = threading.Event()
 
     def start(self, driver: ScaledDriver) -> None:
-        """Looks from now on, until `stop`."""
         threading.Thread(target=self._run, args=(driver,), name="autoscaler", daemon=True).start()
 
     def stop(self) -> None:
@@ -64,10 +67,10 @@ class Autoscaling:
                 return  # the driver has stopped
 
     def look(self, driver: ScaledDriver) -> None:
-        """On the driver's thread."""
+        """Posts the role changes that are due. Called on the driver's thread."""
         for flip in self.scaler.look(driver.now_s()):
             config = self._config(flip)
-            assert config is not None, f"{flip} is none of what the worker can be"
+            assert config is not None, f"{flip} is no shape of the worker"
             log.warning("%s is to become %s: %s", flip.worker, flip.role, flip.why)
             driver.post(ROUTER, ChangeRole(flip.worker, next(self._numbers), config, self._drain_s))
 

@@ -1,9 +1,9 @@
-"""The live driver of one process: real clock, in-process messages, real machines. It decides nothing.
+"""The live driver of one process: it runs actors with the real clock and real executors, and decides nothing itself.
 
-One *driver thread* owns the actors: it takes an event from the inbox, hands it to its actor, and carries out the
+One *driver thread* owns the actors: it takes an event from the inbox, passes it to its actor, and carries out the
 effects in order. Executors (`executors.py`) return before their devices are done; *reader threads* wait for results and
-post them back as events, so the driver thread is never behind a device, and the devices always have the next step
-queued. Tokens go to their request's listener, which is told once an event, however many tokens there are.
+post them as events. So the driver thread never waits for a device, and the devices always have the next step queued.
+Outcomes for clients are delivered once per event, however many tokens there are.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from jdisagg.serve.driver.kv_moves import NO_STORES, PagesRead, WorkerStores
 from jdisagg.serve.driver.role_change import Reshaper
 from jdisagg.serve.observability.health import HealthMonitor
 
-# Timers of the actors of one process: one for each key of an actor, of which the last that was set counts.
+# Timers of the actors.
 
 
 class Timers:
-    """Used by one thread. Times are of the driver's clock."""
+    """Timers of actors, one per actor and key, in seconds of the driver's clock. Used by one thread."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, WorkerId, str]] = []
@@ -67,11 +67,10 @@ class Timers:
         heapq.heappush(self._heap, (at_s, actor, key))
 
     def wait_s(self, now_s: float) -> float | None:
-        """Until the first, moved ones included; None where there is none."""
         return max(0.0, self._heap[0][0] - now_s) if self._heap else None
 
     def due(self, now_s: float) -> Iterator[tuple[WorkerId, str]]:
-        """Those whose time has come by `now_s`, in its order. What is set meanwhile counts: one may be moved away."""
+        """Yields the timers due by `now_s`, earliest first; not those that are reset during the iteration."""
         while self._heap and self._heap[0][0] <= now_s:
             at_s, actor, key = heapq.heappop(self._heap)
             if self._armed.get((actor, key)) == at_s:
@@ -79,13 +78,13 @@ class Timers:
                 yield actor, key
 
 
-# What a live driver does with the effects of its actors; all on the driver thread, which nothing here holds up.
+# Effects of the actors, carried out on the driver thread without blocking it.
 
 log = logging.getLogger("jdisagg.driver")
 
 
 class ReshapingDriver(Protocol):
-    """What changes of machines need of a driver."""
+    """The part of a driver that changes of executors use."""
 
     executors: Executors
 
@@ -97,7 +96,7 @@ class ReshapingDriver(Protocol):
 
 
 class Reshaping:
-    """Machines that are made anew, each on a thread of its own."""
+    """Rebuilds executors for role changes, each on a thread of its own."""
 
     def __init__(
         self, driver: ReshapingDriver, reshaper: Reshaper | None, stood: Callable[[WorkerStands], None]
@@ -114,7 +113,7 @@ class Reshaping:
         threading.Thread(target=self._run, args=args, name=f"reshape-{worker}", daemon=True).start()
 
     def _run(self, reshaper: Reshaper, worker: WorkerId, config: WorkerConfig) -> None:
-        """A machine that can neither become another nor be what it was is lost."""
+        """Rebuilds one executor. A worker whose executor can be neither rebuilt nor restored is lost."""
         try:
             config, why = reshaper.reshape(worker, config, self._driver.call)
             self._driver.post(worker, Reshaped(config, why))
@@ -124,7 +123,7 @@ class Reshaping:
 
 
 class LiveEffects:
-    """Messages for actors of this process and tokens for clients are kept until the driver comes for them."""
+    """Carries out effects; messages for local actors and outcomes for clients wait until the driver takes them."""
 
     def __init__(
         self,
@@ -134,9 +133,9 @@ class LiveEffects:
         remote: RemoteWorkers | None,
         reshaping: Reshaping,
     ) -> None:
-        """here: the actors of this process; what is for another goes by way of `remote`."""
+        """`here` has the actors of this process; messages for others go to `remote`."""
         self.mail: deque[tuple[WorkerId, Event]] = deque()
-        self.told: list[tuple[RequestId, Outcome]] = []
+        self.outcomes: list[tuple[RequestId, Outcome]] = []
         self.timers = Timers()
         self._here, self._executors, self._health, self._remote = here, executors, health, remote
         self._reshaping = reshaping
@@ -177,13 +176,13 @@ class LiveEffects:
         self._executors.tiers.drop(actor, effect.move)
 
     def emit(self, actor: WorkerId, effect: EmitTokens) -> None:
-        self.told.append((effect.request_id, effect))
+        self.outcomes.append((effect.request_id, effect))
 
     def finish(self, actor: WorkerId, effect: Finish) -> None:
-        self.told.append((effect.request_id, effect))
+        self.outcomes.append((effect.request_id, effect))
 
     def reject(self, actor: WorkerId, effect: Reject) -> None:
-        self.told.append((effect.request_id, effect))
+        self.outcomes.append((effect.request_id, effect))
 
     def reshape(self, actor: WorkerId, effect: Reshape) -> None:
         self._reshaping.begin(actor, effect.config)
@@ -197,18 +196,23 @@ Observer = Callable[[WorkerId, Any, float], None]  # (actor, event or effect, no
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """Something that another thread wants done on the driver's, where machines are used."""
+    """A call that another thread queues for the driver's thread, the only one that uses the executors."""
 
     act: Callable[[], None]
     done: threading.Event
 
 
 class Actor(Protocol):
+    """A router, a worker or a front: it turns one event into effects."""
+
     def handle(self, event: Any, now_s: float) -> Sequence[Any]: ...
 
 
 class LiveDriver:
-    """Runs `router` and `workers` over `machines` until stopped. Public methods are safe from any thread."""
+    """Runs `router` and `workers` over `machines` until stopped.
+
+    Public methods are safe from any thread, unless they say otherwise.
+    """
 
     def __init__(
         self,
@@ -225,21 +229,22 @@ class LiveDriver:
         stood: Callable[[WorkerStands], None] = lambda effect: None,
         stores: Mapping[WorkerId, WorkerStores] = NO_STORES,
     ) -> None:
-        """`deliver` takes the outcomes for clients, once an event; `died` why the loop ended; both on its thread.
+        """`deliver` is called with outcomes for clients, once per event; `died` with the error that ended the loop.
 
-        Whatever is for an actor that is not here, the router too where it is None, goes by way of `remote`.
-        `reshaper` makes machines anew where roles change; `stood` is told, on this thread, where workers stand then.
+        Messages for actors of other processes go to `remote`; the router is one of them if `router` is None. `reshaper`
+        rebuilds executors for role changes. `stood` is called with the status of such a change. All of them but
+        `reshaper` are called on the driver's thread.
         """
         self.actors: dict[WorkerId, Actor] = ({} if router is None else {ROUTER: router}) | dict(workers)
         self._remote = remote
         self.executors = Executors(machines, self, clock, remote, stores)
         self._deliver, self._died, self._observers, self.now_s = deliver, died, observers, clock
         self._inbox: queue.SimpleQueue[tuple[WorkerId, Inward] | Called | None] = queue.SimpleQueue()
-        self._broken: deque[tuple[WorkerId, Event]] = deque()  # failures met here: before any further plan is made
+        self._broken: deque[tuple[WorkerId, Event]] = deque()  # immediate failures, handled before any further plan
         self._health = HealthMonitor()
         reshaping = Reshaping(self, reshaper, stood)
         self._effects = LiveEffects(self.actors, self.executors, self._health, remote, reshaping)
-        self._round = self._effects.mail  # followed to its end before anything from outside
+        self._round = self._effects.mail  # handled to its end before any event from outside
         self._lost: set[WorkerId] = set()
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
 
@@ -250,15 +255,15 @@ class LiveDriver:
         self._inbox.put((actor, item))
 
     def fail(self, actor: WorkerId, event: EngineFailed) -> None:
-        """Something failed at once: it is heard before any further plan is made. On the driver thread."""
+        """Queues an immediate failure ahead of any further plan. Called on the driver thread."""
         self._broken.append((actor, event))
 
     def land(self, shipment: Shipment, event: KVArrived) -> None:
-        """A part that came from another process is on the devices of its destination, which is here."""
+        """Posts a part from another process that is on the devices of its destination, a worker of this process."""
         self.post(event.transfer.destination, Landed(shipment, event))
 
     def call(self, act: Callable[[], None]) -> None:
-        """Has `act` called on the driver's thread, between two rounds, and waits until it has; raises what it does."""
+        """Runs `act` on the driver's thread between two rounds and waits for its end. Raises what `act` raises."""
         failed: list[BaseException] = []
 
         def caught() -> None:
@@ -276,11 +281,11 @@ class LiveDriver:
             raise failed[0]
 
     def give_up(self, worker: WorkerId) -> None:
-        """From any thread: the worker is of no more use."""
+        """Declares the worker lost and waits until it is. Safe from any thread but the driver's."""
         self.call(lambda: self.lose(worker))
 
     def stop(self) -> None:
-        """Ends the threads; what is in flight on the devices is left to finish unread."""
+        """Ends the threads. Steps in flight finish on the devices, and their results are not read."""
         self._inbox.put(None)
         self._thread.join(timeout=10)
         self.executors.stop()
@@ -291,7 +296,7 @@ class LiveDriver:
 
     @property
     def able(self) -> bool:
-        """Every phase has a worker whose machine works."""
+        """True if every phase has a worker that is not lost."""
         roles = [
             machine.config.role for worker, machine in self.executors.by_worker.items() if worker not in self._lost
         ]
@@ -308,7 +313,7 @@ class LiveDriver:
             self._died(error)
 
     def _one_round(self) -> bool:
-        """Waits for one thing to happen and follows it, and everything it causes here, to the end."""
+        """Waits for one event and handles it, with all events that it causes here. Returns False when stopped."""
         try:
             item = self._inbox.get(timeout=self._effects.timers.wait_s(self.now_s()))
         except queue.Empty:
@@ -322,7 +327,7 @@ class LiveDriver:
             self._take(*item)
         for timed, key in self._effects.timers.due(self.now_s()):
             self._round.append((timed, TimerFired(key)))
-            self._settle()  # one by one: after a pause of this thread, a lease is renewed before it is seen to be over
+            self._settle()  # one by one: after a pause of this thread, a lease is renewed before its expiry is checked
         self._settle()
         return True
 
@@ -340,18 +345,18 @@ class LiveDriver:
             now_s = self.now_s()
             self._observe(actor, event, now_s)
             if isinstance(event, EngineFailed):
-                self.executors.hears(actor, event)
+                self.executors.note_failure(actor, event)
             for effect in self._decide(actor, event, now_s):
                 self._observe(actor, effect, now_s)
                 interpret(actor, effect, self._effects)
             if self._health.ended(actor, event):
                 self.lose(actor)
-        if self._effects.told:
-            told, self._effects.told = self._effects.told, []
-            self._deliver(told)
+        if self._effects.outcomes:
+            outcomes, self._effects.outcomes = self._effects.outcomes, []
+            self._deliver(outcomes)
 
     def _decide(self, actor: WorkerId, event: Event, now_s: float) -> Sequence[Any]:
-        """What follows; a message of another process that cannot be followed ends the session with its sender."""
+        """Returns the actor's effects. If a message of another process raises, the session with its sender ends."""
         try:
             return self.actors[actor].handle(event, now_s)
         except Exception as error:
@@ -363,7 +368,7 @@ class LiveDriver:
             return ()
 
     def lose(self, worker: WorkerId) -> None:
-        """The worker is of no more use. On the driver thread."""
+        """Declares the worker lost and tells the router. Called on the driver thread."""
         log.error(
             "%s is lost: its plans fail again and again, or its machine could not be made anew, or filled", worker
         )

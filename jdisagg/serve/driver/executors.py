@@ -1,7 +1,7 @@
-"""The executors of one process: runs a driver's effects on them, and reports what comes of each as an event.
+"""Runs a driver's effects on the executors of one process and reports each result as an event.
 
-Executors return before their devices are done; reader threads wait for results. What fails at once is reported before
-any further step is run: a step made before its actor heard of a failed one may build on that one.
+Executors return before their devices are done; reader threads wait for results. An immediate failure is reported before
+any further step runs, because a step that was planned before its actor learnt of the failure may depend on it.
 """
 
 from __future__ import annotations
@@ -29,56 +29,50 @@ log = logging.getLogger("jdisagg.driver")
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A shipment on its destination's devices, and the event that says so."""
+    """A shipment on its destination's devices, and the event that reports it."""
 
     shipment: Shipment
     event: KVArrived
-    checked: bool = False
+    is_checked: bool = False
 
 
-Inward = Event | Landed | PagesRead  # what comes to an actor, or first to its machine
+Inward = Event | Landed | PagesRead  # an input of an actor; the last two go to its executor first
 
 
 class RemoteWorkers(Protocol):
-    """Where the actors of other processes are reached. Called on the driver thread; returns at once."""
+    """The connection to actors of other processes. Called on the driver thread; methods return at once."""
 
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None: ...
 
     def ship(self, machine: Executor, transfer: KVTransfer) -> Shipment:
-        """Packs, and offers what was packed; the other process calls `land`. Raises where there is no way there."""
+        """Packs pages and offers them to the other process. Raises TransferRefused without a peer."""
         ...
 
     def lend(self, lent: Lent) -> None:
-        """As `tier_moves.Lender`; from any thread."""
-        ...
+        """Sends lent records, as `kv_moves.Lender` does. Safe from any thread."""
 
     def give_up(self, worker: WorkerId) -> None:
-        """The router is to know that a worker of this process is of no more use."""
-        ...
+        """Tells the router that a worker of this process is lost."""
 
     def end_session(self, peer: WorkerId, why: str) -> None:
-        """The peer said what makes no sense: everything with its process is over."""
-        ...
+        """Ends the session with the peer's process after a message that breaks the protocol."""
 
 
 class Inbox(Protocol):
-    """Where what happened goes."""
+    """The queue of a driver for events of its executors."""
 
     def post(self, actor: WorkerId, item: Inward) -> None:
-        """From any thread."""
-        ...
+        """Queues an event for an actor. Safe from any thread."""
 
     def fail(self, actor: WorkerId, event: EngineFailed) -> None:
-        """On the driver thread, of what failed at once."""
-        ...
+        """Queues an immediate failure ahead of other events. Called on the driver thread."""
 
     def lose(self, worker: WorkerId) -> None:
-        """On the driver thread: the worker is of no more use."""
-        ...
+        """Declares the worker lost. Called on the driver thread."""
 
 
 class Executors:
-    """By worker. All methods but `stop` are called on the driver thread and return at once."""
+    """The executors of one process by worker. All methods but `stop` run on the driver thread and return at once."""
 
     def __init__(
         self,
@@ -88,11 +82,11 @@ class Executors:
         remote: RemoteWorkers | None = None,
         stores: Mapping[WorkerId, WorkerStores] = NO_STORES,
     ) -> None:
-        """stores: of the workers that have tiers below HBM."""
+        """`stores` has an entry for each worker with tiers below HBM."""
         self.by_worker, self.now_s = executors, clock
         self._inbox, self._remote = inbox, remote
-        self._landed: dict[KVTransfer, Shipment] = {}  # the worker decides in this very round
-        self._unheard: dict[WorkerId, set[int]] = {}  # steps that failed at once, of which their actor has not heard
+        self._landed: dict[KVTransfer, Shipment] = {}  # until the worker decides, in the same round
+        self._unreported: dict[WorkerId, set[int]] = {}  # steps that failed at once, their events not yet handled
         self._readers = Readers()
         self.tiers = TierMoves(stores, executors, self._readers, inbox, clock, remote)
 
@@ -103,25 +97,25 @@ class Executors:
     # ------------------------------------------------------------ steps
 
     def run(self, actor: WorkerId, effect: RunStep) -> None:
-        """A step behind a failed one that its actor has not heard of fails as well, unrun."""
+        """Dispatches a step. A step after a failure that its actor has not handled yet fails without being run."""
         plan = effect.plan
         try:
-            if self._unheard.get(actor):
-                raise RuntimeError(f"step {plan.step_id} follows step {min(self._unheard[actor])}, which failed")
+            if self._unreported.get(actor):
+                raise RuntimeError(f"step {plan.step_id} follows step {min(self._unreported[actor])}, which failed")
             pending = self._dispatch(actor, effect)
         except Exception as error:
-            self._unheard.setdefault(actor, set()).add(plan.step_id)
+            self._unreported.setdefault(actor, set()).add(plan.step_id)
             self._inbox.fail(actor, failure_of(actor, error, step_id=plan.step_id))
             return
         self._readers.read(f"{actor}-{plan.lane}", lambda: self._read_step(actor, pending.read, plan.step_id))
 
-    def hears(self, actor: WorkerId, event: EngineFailed) -> None:
-        """The actor is told of a failure: what it dispatches from now on does not build on it."""
+    def note_failure(self, actor: WorkerId, event: EngineFailed) -> None:
+        """Notes that the actor handles a failure: its later steps do not depend on the failed one."""
         if event.step_id is not None:
-            self._unheard.get(actor, set()).discard(event.step_id)
+            self._unreported.get(actor, set()).discard(event.step_id)
 
     def _dispatch(self, actor: WorkerId, effect: RunStep) -> PendingStep:
-        """Parts leave between the layer groups' programs, those of the last group behind the first token's draw."""
+        """Dispatches the step; KV parts are shipped between layer groups, the last after the first token is sampled."""
         executor, waiting = self.by_worker[actor], deque(sorted(effect.ships, key=last_layer))
 
         def group_done(layers: float) -> None:
@@ -141,19 +135,19 @@ class Executors:
     # ------------------------------------------------------------ KV
 
     def ship(self, actor: WorkerId, transfer: KVTransfer) -> None:
-        near = self.by_worker.get(transfer.destination)
+        local = self.by_worker.get(transfer.destination)
         try:
-            if near is None:
+            if local is None:
                 assert self._remote is not None, f"{transfer.destination} is not here"
                 shipment = self._remote.ship(self.by_worker[actor], transfer)
             else:
-                shipment = self.by_worker[actor].ship(transfer, near)
+                shipment = self.by_worker[actor].ship(transfer, local)
         except Exception as error:
             self._inbox.fail(actor, failure_of(actor, error, transfer=transfer))
             return
-        if near is None:
+        if local is None:
             return
-        lane = f"ship-{actor}-{transfer.destination}"  # one source's parts land in the order of their leaving
+        lane = f"ship-{actor}-{transfer.destination}"  # parts of one source arrive in the order in which they were sent
         self._readers.read(lane, lambda: self._await_landing(actor, shipment))
 
     def _await_landing(self, source: WorkerId, shipment: Shipment) -> None:
@@ -168,11 +162,11 @@ class Executors:
             self._inbox.post(source, failure_of(source, error, transfer=shipment.transfer))
 
     def landed(self, actor: WorkerId, landed: Landed) -> KVArrived | None:
-        """What the worker is to hear of a part that landed; None while its digests are compared on the devices.
+        """Returns the event for a part that arrived; None while its digests are compared on the devices.
 
-        The worker says whether its reservation still waits (`insert` or `drop`): until then the bytes are in no page.
+        The worker then inserts or drops the part (`insert`, `drop`); until then its bytes are in no page.
         """
-        if not landed.checked:
+        if not landed.is_checked:
             try:
                 check = self.by_worker[actor].check(landed.shipment) if landed.event.intact else None
             except Exception as error:
@@ -187,7 +181,7 @@ class Executors:
     def _read_verdict(self, actor: WorkerId, landed: Landed, verdict: Callable[[], bool]) -> None:
         try:
             event = replace(landed.event, intact=verdict())
-            self._inbox.post(actor, Landed(landed.shipment, event, checked=True))
+            self._inbox.post(actor, Landed(landed.shipment, event, is_checked=True))
         except Exception as error:
             self._inbox.post(actor, failure_of(actor, error, transfer=landed.event.transfer))
 
@@ -200,7 +194,7 @@ class Executors:
             self.by_worker[actor].open_gates(shipment.transfer.attempt)  # the handoff ends
 
     def insert_pages(self, actor: WorkerId, move: PageMove) -> None:
-        """Where this fails, pages that the actor counts on hold nobody knows what: it is lost."""
+        """Writes fetched pages. A worker is lost if that fails, because the pages then have unknown content."""
         try:
             self.tiers.insert(actor, move)
         except Exception:
@@ -216,7 +210,7 @@ class Executors:
 def failure_of(
     worker: WorkerId, error: Exception, step_id: int | None = None, transfer: KVTransfer | None = None
 ) -> EngineFailed:
-    """What its actor is told of an error, which is logged here."""
+    """Logs an error and returns the event that reports it to the actor."""
     log.error("%s failed: %s: %s", worker, type(error).__name__, error)
     reason = f"{type(error).__name__}: {error}"
     if transfer is None:
@@ -224,18 +218,18 @@ def failure_of(
     return EngineFailed(None, reason, transfer.attempt, transfer.part)
 
 
-# Work of several machines at once, each on a thread of its own: what they wait for passes together.
+# Work of several executors at once, each on a thread of its own.
 
 Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Another of the calls failed, or the caller was interrupted."""
+    """Raised in a thread when another of the parallel calls failed, or the caller was interrupted."""
 
 
 def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What each returns, in order. As soon as one fails its error is raised, and the others are not waited for."""
+    """Runs the calls in parallel and returns their results in order. The first error is raised at once."""
     if len(calls) < 2:
         return [call() for call in calls]
     pool = ThreadPoolExecutor(len(calls), thread_name_prefix="start")
@@ -248,15 +242,15 @@ def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 class JointProgress:
-    """One progress of several machines, told by any thread; after `stop` whoever tells it anything ends."""
+    """The summed progress of several executors. Any thread may report; after `stop` a report raises Stopped."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._lock = progress, Lock()
         self._counts: dict[WorkerId, tuple[int, int]] = {}
         self._stopped = False
 
-    def tell(self, worker: WorkerId, label: str, done: int, total: int) -> None:
-        """So many of the programs of this worker are done; raises Stopped."""
+    def report(self, worker: WorkerId, label: str, done: int, total: int) -> None:
+        """Reports that `done` of the worker's `total` programs are compiled. Raises Stopped after `stop`."""
         with self._lock:
             if self._stopped:
                 raise Stopped(worker)

@@ -1,8 +1,8 @@
-"""Moves of pages between tiers, and between workers: packed and inserted by the driver, copied by readers.
+"""Moves of pages between tiers and between workers: the driver packs and inserts pages, reader threads copy them.
 
-A move never holds up the driver's thread: pages of HBM are packed in program order and read when they are there, and
-what comes back is on the devices before its worker hears of it. A store that raises, or does not answer, is a move
-that brought nothing.
+A move never blocks the driver's thread: pages of HBM are packed in program order and read by another thread, and
+fetched pages are on the devices before their worker gets the event. If a store raises or does not answer, the move
+brings no pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("jdisagg.tiers")
 
 @dataclass(frozen=True, slots=True)
 class WorkerStores:
-    """What keeps one worker's pages below HBM. Records of one fingerprint mean the same."""
+    """The stores that keep one worker's pages below HBM. Stores of one fingerprint have interchangeable records."""
 
     record_bytes: int
     stores: Mapping[Tier, Store]
@@ -43,16 +43,16 @@ NO_STORES: Mapping[WorkerId, WorkerStores] = {}
 
 @dataclass(frozen=True, slots=True)
 class PagesRead:
-    """What a move to HBM brought, on the devices of its worker, and the event that says so."""
+    """The pages that a move brought to its worker's devices, and the event that reports them."""
 
     shipment: Shipment
     event: PagesMoved
-    checked: bool = False
+    is_checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Records on their way to the worker that asked for them: the first of the pages that it has named."""
+    """Records that one worker sends to another that asked for them: those of the first pages of the request."""
 
     lender: WorkerId
     asker: WorkerId
@@ -62,20 +62,21 @@ class Lent:
 
 
 class Lender(Protocol):
+    """The connection by which records are lent to workers of other processes."""
+
     def lend(self, lent: Lent) -> None:
-        """Brings records to a worker of another process; blocks no longer than offering takes. Raises TransportError
-        where there is no way there."""
-        ...
+        """Offers records to a worker of another process and returns. Raises TransportError without a connection."""
 
 
 class Inbox(Protocol):
+    """The queue of a driver for ended moves."""
+
     def post(self, actor: WorkerId, item: PagesMoved | PagesRead) -> None:
-        """From any thread."""
-        ...
+        """Queues the result of a move for its actor. Safe from any thread."""
 
 
 class TierMoves:
-    """By worker. Public methods but `stop` are called on the driver thread and return at once."""
+    """Moves of pages by worker. Public methods return at once; most are called on the driver thread."""
 
     def __init__(
         self,
@@ -86,11 +87,13 @@ class TierMoves:
         now_s: Callable[[], float],
         remote: Lender | None = None,
     ) -> None:
-        """machines: that of a worker may become another while none of its pages moves. `remote` brings pages to workers
-        that are not here."""
+        """A worker's executor in `machines` may be replaced while none of its pages moves.
+
+        `remote` sends pages to workers of other processes.
+        """
         self._stores, self._machines, self._readers = stores, machines, readers
         self._inbox, self._now_s, self._remote = inbox, now_s, remote
-        self._coming: dict[tuple[WorkerId, Attempt], tuple[PageMove, float]] = {}  # asked of peers, and since when
+        self._fetches: dict[tuple[WorkerId, Attempt], tuple[PageMove, float]] = {}  # from peers, with their start time
         self._read: dict[tuple[WorkerId, PageMove], Shipment] = {}
 
     def _machine(self, actor: WorkerId) -> TieredExecutor:
@@ -99,7 +102,7 @@ class TierMoves:
     def begin(self, actor: WorkerId, move: PageMove) -> None:
         began_s = self._now_s()
         if move.source is Tier.PEER:
-            self._coming[actor, move.owner] = move, began_s
+            self._fetches[actor, move.owner] = move, began_s
             return
         if move.destination is Tier.HBM:
             self._readers.read(f"up-{actor}-{move.source}", lambda: self._fetch(actor, move, began_s))
@@ -109,7 +112,7 @@ class TierMoves:
             try:
                 packed = self._machine(actor).pack_pages(move.source_pages)
             except Exception as error:
-                self._inbox.post(actor, _nothing(move, error))
+                self._inbox.post(actor, _failed_move(move, error))
                 return
         put = self._lend if move.destination is Tier.PEER else self._put
         self._readers.read(f"down-{actor}-{move.peer or move.destination}", lambda: put(actor, move, packed, began_s))
@@ -124,7 +127,7 @@ class TierMoves:
                 good = (False,) * len(good)
             event = PagesMoved(move, good, self._now_s() - began_s, sum(good) * stores.record_bytes)
         except Exception as error:
-            event = _nothing(move, error)
+            event = _failed_move(move, error)
         self._inbox.post(actor, event)
 
     def _read_source(self, stores: WorkerStores, move: PageMove, packed: PagesPacked | None) -> tuple[np.ndarray, Good]:
@@ -134,21 +137,21 @@ class TierMoves:
         return records, (fine,) * len(records)
 
     def _lend(self, actor: WorkerId, move: PageMove, packed: PagesPacked | None, began_s: float) -> None:
-        """What can be read without a gap goes to who asked."""
+        """Sends the records before the first gap to the worker that asked for them."""
         stores = self._stores[actor]
         try:
             records, good = self._read_source(stores, move, packed)
             whole = next((at for at, fine in enumerate(good) if not fine), len(good))
             if whole and move.asked is not None:
-                self._bring(Lent(actor, move.peer, move.asked, records[:whole], stores.fingerprint))
+                self._send(Lent(actor, move.peer, move.asked, records[:whole], stores.fingerprint))
             event = PagesMoved(move, good, self._now_s() - began_s, whole * stores.record_bytes)
             if not whole:
                 event = replace(event, good=(False,) * len(good))
         except Exception as error:
-            event = _nothing(move, error)
+            event = _failed_move(move, error)
         self._inbox.post(actor, event)
 
-    def _bring(self, lent: Lent) -> None:
+    def _send(self, lent: Lent) -> None:
         if lent.asker in self._stores:
             self.arrive(lent)
             return
@@ -157,8 +160,8 @@ class TierMoves:
         self._remote.lend(lent)
 
     def arrive(self, lent: Lent) -> None:
-        """Records that another worker lent are here. From any thread; who waits for them no longer gets none."""
-        move, began_s = self._coming.pop((lent.asker, lent.asked), (None, 0.0))
+        """Puts lent records on the devices, if a move waits for them. Safe from any thread."""
+        move, began_s = self._fetches.pop((lent.asker, lent.asked), (None, 0.0))
         if move is None or move.peer != lent.lender:
             return
         stores = self._stores[lent.asker]
@@ -166,16 +169,17 @@ class TierMoves:
             records, good = _spread(lent, stores, len(move.destination_pages))
             self._land(lent.asker, move, records, good, began_s)
         except Exception as error:
-            self._inbox.post(lent.asker, _nothing(move, error))
+            self._inbox.post(lent.asker, _failed_move(move, error))
 
     def awaits(self, asker: WorkerId, asked: Attempt) -> bool:
-        return (asker, asked) in self._coming
+        """Returns True if a move of `asker` waits for records of this attempt. Safe from any thread."""
+        return (asker, asked) in self._fetches
 
     def lost(self, asker: WorkerId, asked: Attempt, error: Exception) -> None:
-        """What was lent did not come. From any thread."""
-        move, _ = self._coming.pop((asker, asked), (None, 0.0))
+        """Fails the move that waits for lent records. Safe from any thread."""
+        move, _ = self._fetches.pop((asker, asked), (None, 0.0))
         if move is not None:
-            self._inbox.post(asker, _nothing(move, error))
+            self._inbox.post(asker, _failed_move(move, error))
 
     def _get(self, stores: WorkerStores, move: PageMove) -> tuple[np.ndarray, Good]:
         names = _names(move)
@@ -191,7 +195,7 @@ class TierMoves:
                 return
             self._land(actor, move, records, good, began_s)
         except Exception as error:
-            self._inbox.post(actor, _nothing(move, error))
+            self._inbox.post(actor, _failed_move(move, error))
 
     def _land(self, actor: WorkerId, move: PageMove, records: np.ndarray, good: Good, began_s: float) -> None:
         shipment = self._machine(actor).land_pages(move, records, good)
@@ -202,12 +206,12 @@ class TierMoves:
     # ------------------------------------------------------------ on the driver thread again
 
     def landed(self, actor: WorkerId, read: PagesRead) -> PagesMoved | None:
-        """What the worker is to hear; None while digests are compared on the devices."""
-        if not read.checked:
+        """Returns the event for pages that were read; None while their digests are compared on the devices."""
+        if not read.is_checked:
             try:
                 check = self._machine(actor).check(read.shipment)
             except Exception as error:
-                return _nothing(read.event.move, error)
+                return _failed_move(read.event.move, error)
             if check is not None:
                 self._readers.read(f"check-{actor}", lambda: self._read_verdict(actor, read, check))
                 return None
@@ -217,17 +221,17 @@ class TierMoves:
     def _read_verdict(self, actor: WorkerId, read: PagesRead, verdict: Callable[[], bool]) -> None:
         try:
             event = read.event if verdict() else replace(read.event, good=(False,) * len(read.event.good), num_bytes=0)
-            self._inbox.post(actor, PagesRead(read.shipment, event, checked=True))
+            self._inbox.post(actor, PagesRead(read.shipment, event, is_checked=True))
         except Exception as error:
-            self._inbox.post(actor, _nothing(read.event.move, error))
+            self._inbox.post(actor, _failed_move(read.event.move, error))
 
     def insert(self, actor: WorkerId, move: PageMove) -> None:
-        """Raises what the machine raises: its pages hold nobody knows what."""
+        """Writes fetched pages. Raises what the executor raises; the pages then have unknown content."""
         self._machine(actor).insert(self._read.pop((actor, move)))
 
     def drop(self, actor: WorkerId, move: PageMove) -> None:
         self._read.pop((actor, move), None)
-        self._coming.pop((actor, move.owner), None)
+        self._fetches.pop((actor, move.owner), None)
 
     def stop(self) -> None:
         for each in self._stores.values():
@@ -235,7 +239,7 @@ class TierMoves:
 
 
 def _spread(lent: Lent, stores: WorkerStores, wanted: int) -> tuple[np.ndarray, Good]:
-    """What was lent as the first of the records that are wanted. Raises BadTicket where it is of another form."""
+    """Returns lent records as the first of `wanted` records. Raises BadTicket for another size or fingerprint."""
     shape = lent.records.shape
     if lent.fingerprint != stores.fingerprint or shape[1:] != (stores.record_bytes,) or shape[0] > wanted:
         ours = f"{wanted} of {stores.record_bytes} bytes of {stores.fingerprint} are wanted"
@@ -250,7 +254,7 @@ def _names(move: PageMove) -> Sequence[bytes]:
     return [move.names[start : start + PAGE_NAME_BYTES] for start in starts]
 
 
-def _nothing(move: PageMove, error: Exception) -> PagesMoved:
+def _failed_move(move: PageMove, error: Exception) -> PagesMoved:
     log.warning("pages from %s to %s: %s: %s", move.source, move.destination, type(error).__name__, error)
     good = (False,) * (len(move.names) // PAGE_NAME_BYTES)
     return PagesMoved(move, good, failed=f"{type(error).__name__}: {str(error)[:200]}")

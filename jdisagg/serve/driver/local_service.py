@@ -1,4 +1,7 @@
-"""A running stack in this process, as the front ends see it: requests in, deltas out, on the event loop."""
+"""The service of this process, and answers as streams of text pieces, which HTTP, gRPC and Python read from.
+
+`LocalService` connects front ends on the event loop with the driver's thread: requests in, token deltas out.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ UNREADY = "the server is not ready, has failed, or is going down: running reques
 
 
 class Mailbox:
-    """Outcomes of one request that its reader has not yet taken."""
+    """Outcomes of one request that its reader has not taken yet."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop, self._items, self._waiter = loop, deque[Outcome](), asyncio.Event()
@@ -45,7 +48,7 @@ class Mailbox:
         self._waiter.set()
 
     async def take(self) -> list[Outcome]:
-        """Everything there is, at least one thing."""
+        """Waits for an outcome and returns all that have come."""
         await self._waiter.wait()
         self._waiter.clear()
         items = list(self._items)
@@ -55,8 +58,6 @@ class Mailbox:
 
 class LocalService:
     """Implements `Service` over a `LiveDriver` that it starts and stops."""
-
-    standby: Callable[[], NotLeader | None] | None = None  # the error of every request while the router does not lead
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class LocalService:
         model_config: ModelConfig,
         max_model_len: int,
         tokenizer: Tokenizer,
-        fingerprint: str = "",  # the model's short one; empty for a toy
+        fingerprint: str = "",
         observers: Sequence[Observer] = (),
         metrics: Metrics | None = None,
         journal: Journal | None = None,
@@ -80,18 +81,18 @@ class LocalService:
         reshaper: Reshaper | None = None,
         pools: Callable[[LiveDriver], Pools] = lambda driver: NO_POOLS,
         stores: Mapping[WorkerId, WorkerStores] = NO_STORES,
+        standby_error: Callable[[], NotLeader | None] = lambda: None,
     ) -> None:
-        """`metrics`, `journal` and the records of `debug_state` are among the observers; here they are for the fronts.
+        """`metrics`, `journal` and `debug_state` are for the front ends; their `observe` must be among the observers.
 
-        With workers in other processes, `remote` is the way to them and `able` says whether every phase has one.
-        `reshaper` makes machines anew, and `pools` what the operator's routes, or its autoscaler, ask for that.
-        `sampling_defaults` are what the model says where a client is silent, by whatever way it asks.
+        `remote` reaches workers of other processes; `able` then returns True if every phase has a worker. `reshaper`
+        rebuilds executors for role changes. `standby_error` returns the error of requests to a standby router.
         """
         self.model_name, self.model_config, self.fingerprint = model_name, model_config, fingerprint
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.recompiles, self.metrics, self.journal, self.debug_state = recompiles, metrics, journal, debug_state
         self.sampling_defaults = dict(sampling_defaults or {})
-        self.draining, self.why_dead = False, ""  # why the driver has died
+        self.draining, self.why_dead = False, ""  # `why_dead`: the reason why the driver died
         self._on_death = list[Callable[[], object]]()
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.driver = LiveDriver(
@@ -106,7 +107,7 @@ class LocalService:
             stood=self._stood,
             stores=stores,
         )
-        self.pools = pools(self.driver)
+        self.pools, self._standby_error = pools(self.driver), standby_error
         self._able, self._others_may_join = able or (lambda: self.driver.able), remote is not None
 
     def _stood(self, effect: WorkerStands) -> None:
@@ -114,32 +115,28 @@ class LocalService:
 
     @property
     def ready(self) -> bool:
-        """True where requests are answered; a standby router answers them with the leader's address."""
-        return self._open and (self._able() or self._standby_error() is not None)
-
-    def _standby_error(self) -> NotLeader | None:
-        return None if self.standby is None else self.standby()
+        """True if requests are answered; a standby router answers them with the leader's address."""
+        return self._is_open and (self._able() or self._standby_error() is not None)
 
     @property
-    def _open(self) -> bool:
+    def _is_open(self) -> bool:
         return self.driver.alive and not (self.why_dead or self.draining)
 
     @property
     def running(self) -> int:
-        """Requests that have not ended."""
         return len(self._mailboxes)
 
     @property
     def alive(self) -> bool:
-        """The driver has not died: requests can be served, now or when workers are there."""
+        """True unless the driver died: requests can be served, now or when workers have joined."""
         return not self.why_dead
 
     async def died(self) -> str:
-        """Waits until the driver dies, and returns why. Nothing brings it back: the process is to end."""
-        told = asyncio.Event()
-        self._on_death.append(partial(asyncio.get_running_loop().call_soon_threadsafe, told.set))
+        """Waits until the driver dies and returns the reason. A driver cannot be restarted: the process must exit."""
+        death = asyncio.Event()
+        self._on_death.append(partial(asyncio.get_running_loop().call_soon_threadsafe, death.set))
         if not self.why_dead:
-            await told.wait()
+            await death.wait()
         return self.why_dead
 
     def now_s(self) -> float:
@@ -164,8 +161,7 @@ class LocalService:
         self.driver.post(ROUTER, Cancel(request_id, reason))
 
     async def stream(self, request: Request) -> AsyncGenerator[Update]:
-        """See `Service.stream`."""
-        if not (self.ready or (self._open and self._others_may_join)):  # those who wait for a worker wait in the queue
+        if not (self.ready or (self._is_open and self._others_may_join)):  # requests queue until a worker joins
             raise Draining(UNREADY)
         if (not_leader := self._standby_error()) is not None:
             raise not_leader
@@ -176,7 +172,7 @@ class LocalService:
         self.driver.post(ROUTER, Submit(request))
         ended = False
         try:
-            if self.why_dead:  # since `ready` was asked: who came after `_died` looked round would wait for ever
+            if self.why_dead:  # after `ready` was read: a mailbox added after `end` gets no outcome
                 raise Draining(UNREADY)
             while not ended:
                 update = _joined(await mailbox.take())
@@ -205,19 +201,19 @@ class LocalService:
         self.end(f"the driver stopped: {type(error).__name__}: {error}")
 
     def end(self, why: str) -> None:
-        """Nothing more can be served: every running request ends as an error instead of waiting for ever."""
+        """Ends every running request with an error; no further request can be served."""
         self.why_dead = why
         self._deliver(
             [(each, Finish(each, FinishReason.ERROR, Ledger(), detail=self.why_dead)) for each in [*self._mailboxes]]
         )
-        for tell in self._on_death:
-            with contextlib.suppress(RuntimeError):  # its loop has ended
-                tell()
+        for notify in self._on_death:
+            with contextlib.suppress(RuntimeError):  # its event loop has ended
+                notify()
 
-    def _deliver(self, told: list[tuple[RequestId, Outcome]]) -> None:
-        """On the driver thread: one wake-up of each event loop an event, however many tokens there are."""
+    def _deliver(self, outcomes: list[tuple[RequestId, Outcome]]) -> None:
+        """Puts outcomes into mailboxes, with one wake-up per event loop. Called on the driver thread."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Outcome]]] = {}
-        for request_id, item in told:
+        for request_id, item in outcomes:
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:
                 by_loop.setdefault(mailbox.loop, []).append((mailbox, item))
@@ -232,7 +228,7 @@ def _put_all(items: list[tuple[Mailbox, Outcome]]) -> None:
 
 
 def _joined(items: list[Outcome]) -> Update:
-    """One update of all outcomes since the last; a `Reject` is raised as `Rejected`."""
+    """Joins outcomes of one request into one update. Raises Rejected or ObjectiveUnmet for a `Reject`."""
     deltas, finish = [], None
     for item in items:
         match item:
@@ -245,14 +241,14 @@ def _joined(items: list[Outcome]) -> Update:
     return Update(joined(deltas), finish)
 
 
-# One answer, or several at once, as streams of pieces: what HTTP, gRPC and the Python interface all read from.
+# Answers as streams of text pieces.
 
-CANCEL_WAIT_S = 2.0  # for the ledger of an answer that a stop string ended
-RETRY_S = 0.5  # at the most, before an answer that was turned away while others of its request ran tries again
+CANCEL_WAIT_S = 2.0  # the longest wait for the ledger of an answer that a stop string ended
+RETRY_S = 0.5  # the longest pause before a rejected answer is tried again while others of its request run
 
 
 class AnswerFailed(JdisaggError):
-    """A request that was taken ended without its answer; `finish` says why."""
+    """An admitted request ended without its answer; `finish` has the reason."""
 
     def __init__(self, finish: Finish) -> None:
         super().__init__(finish.detail or f"the request ended as {finish.reason.value!r}")
@@ -260,29 +256,29 @@ class AnswerFailed(JdisaggError):
 
 
 class GrammarEnded(AnswerFailed):
-    """Its grammar allowed no token half way: it went over its limits."""
+    """The answer ended early because its grammar went over its limits and allowed no token."""
 
 
 def failure_of(piece: Piece) -> AnswerFailed | None:
-    """The error that an answer's last piece stands for; None where the answer goes on or is whole."""
+    """Returns the error of an aborted answer's last piece; None if the answer goes on or is complete."""
     if piece.finish_reason != "abort" or piece.finish is None:
         return None
     return GrammarEnded(piece.finish) if piece.by_grammar else AnswerFailed(piece.finish)
 
 
 async def pieces(service: Service, request: Request, options: TextOptions) -> AsyncGenerator[Piece]:
-    """The answer to one request; the last piece has its `finish_reason`. Closing it early cancels the request.
+    """Yields the answer to one request; the last piece has a `finish_reason`. Closing early cancels the request.
 
     Raises what `Service.stream` raises, before the first piece.
     """
-    transcript, drawn = Transcript(service.tokenizer, options), list[int]()
-    begun = await with_beginning(request, service)
-    async with aclosing(service.stream(begun)) as updates:
+    transcript, sampled = Transcript(service.tokenizer, options), list[int]()
+    prefixed = await with_beginning(request, service)
+    async with aclosing(service.stream(prefixed)) as updates:
         async for update in updates:
             piece = transcript.take(update)
             if request.sampling.grammar:
-                drawn += [each.token for each in update.delta.sampled]
-                await explain(piece, request.sampling.grammar, drawn, service)
+                sampled += [each.token for each in update.delta.sampled]
+                await explain(piece, request.sampling.grammar, sampled, service)
             if transcript.stopped and piece.finish is None:
                 service.cancel(request.request_id, FinishReason.STOP)
                 piece.finish = await _finish_of(updates)
@@ -292,7 +288,7 @@ async def pieces(service: Service, request: Request, options: TextOptions) -> As
 
 
 async def _finish_of(updates: AsyncGenerator[Update]) -> Finish | None:
-    """The finish of a request that was just cancelled; None if it does not come in time."""
+    """Returns the finish of a request that was just cancelled; None after CANCEL_WAIT_S seconds."""
     try:
         async with asyncio.timeout(CANCEL_WAIT_S):
             async for update in updates:
@@ -304,14 +300,14 @@ async def _finish_of(updates: AsyncGenerator[Update]) -> Finish | None:
 
 
 Batch = list[tuple[int, Piece]]  # pieces with their answer's index
-Arrival = tuple[int, Piece | Exception | None]  # None: the answer is whole
-Start = Callable[[], AsyncGenerator[Piece]]  # begins an answer, anew each time
+Arrival = tuple[int, Piece | Exception | None]  # None if the answer is complete
+Start = Callable[[], AsyncGenerator[Piece]]  # starts an answer; called again after a rejection
 
 
 def check_work(service: Service, requests: Sequence[Request], queue_timeout_s: float | None, runs_on: bool) -> None:
-    """Raises RequestError where the last of these answers could not begin within `queue_timeout_s`, alone as they are.
+    """Raises RequestError if the last of these answers cannot start within `queue_timeout_s` even on an idle stack.
 
-    `runs_on`: nothing ends them before their `max_tokens`; else each may be over after its `min_tokens`.
+    With `runs_on` no answer ends before `max_tokens`; otherwise each may end after `min_tokens`.
     """
     capacity = service.capacity()
     if queue_timeout_s is None or capacity is None:
@@ -330,34 +326,34 @@ def check_work(service: Service, requests: Sequence[Request], queue_timeout_s: f
 def answers(
     service: Service, requests: Sequence[Request], options: TextOptions, at_once: int, queue_timeout_s: float | None
 ) -> AsyncGenerator[Batch]:
-    """Pieces of the answers to one client's requests. A single one waits for its turn as its own deadline says.
+    """Yields pieces of the answers to one client's requests. A single request queues until its own deadline.
 
-    Several take the server's slots in turn, `at_once` at the most. They wait for each other as long as that takes, and
-    for others `queue_timeout_s`: AnswerFailed is raised where none of them ran for so long.
+    Of several, at most `at_once` run at a time. They wait for each other without limit, and for other clients'
+    requests `queue_timeout_s` seconds: AnswerFailed is raised if none of them ran for so long.
     """
     if len(requests) == 1:
         return merged([partial(pieces, service, requests[0], options)], 1)
     capacity = service.capacity()
     at_once = min(at_once, capacity.slots) if capacity else at_once
-    return merged([partial(_in_turn, service, each, options) for each in requests], at_once, queue_timeout_s)
+    return merged([partial(_start_now, service, each, options) for each in requests], at_once, queue_timeout_s)
 
 
-def _in_turn(service: Service, request: Request, options: TextOptions) -> AsyncGenerator[Piece]:
-    """It arrives when its turn has come: else the last of a thousand would go before all who came meanwhile."""
+def _start_now(service: Service, request: Request, options: TextOptions) -> AsyncGenerator[Piece]:
+    """Sets the arrival time when the answer starts, so that one client's batch does not go ahead of later requests."""
     return pieces(service, replace(request, arrival_s=service.now_s(), queue_deadline_s=math.inf), options)
 
 
 @dataclass(slots=True)
-class _Turns:
-    """What is known of several answers that run in turns."""
+class _AnswerQueue:
+    """The state of several answers that share a limited number of slots."""
 
     patience_s: float | None
     inbox: asyncio.Queue[Arrival] = field(default_factory=asyncio.Queue)
-    under_way: set[int] = field(default_factory=set)  # begun and not ended
+    running: set[int] = field(default_factory=set)  # answers that started and have not ended
 
     async def next(self) -> list[Arrival]:
-        """All that has come, at least one thing. Raises AnswerFailed when it took too long for one to begin."""
-        waits_s = None if self.under_way else self.patience_s
+        """Waits for an arrival and returns all that have come. Raises AnswerFailed if no answer started in time."""
+        waits_s = None if self.running else self.patience_s
         try:
             async with asyncio.timeout(waits_s):
                 first = await self.inbox.get()
@@ -367,27 +363,27 @@ class _Turns:
         arrived = [first, *_taken(self.inbox)]
         for index, item in arrived:
             ended = not isinstance(item, Piece) or item.finish_reason is not None
-            self.under_way.discard(index) if ended else self.under_way.add(index)
+            self.running.discard(index) if ended else self.running.add(index)
         return arrived
 
 
 async def merged(starts: Sequence[Start], at_once: int, patience_s: float | None = None) -> AsyncGenerator[Batch]:
-    """Pieces of all answers as they come, those that are there at once together; `at_once` answers run at a time.
+    """Yields pieces of all answers as they arrive, in batches; at most `at_once` answers run at a time.
 
-    The first error of any answer is raised, and the others are closed; but only the first may be `Rejected`: the others
-    try again while there is `patience_s`.
+    The first error of any answer is raised and the others are closed. A rejected answer other than the first is tried
+    again; AnswerFailed is raised if no answer runs for `patience_s` seconds.
     """
     if len(starts) == 1:
         async with aclosing(starts[0]()) as only:
             async for piece in only:
                 yield [(0, piece)]
         return
-    turns, room = _Turns(patience_s), asyncio.Semaphore(at_once)
-    pumps = [asyncio.create_task(_pump(i, start, turns.inbox, room)) for i, start in enumerate(starts)]
+    answers_queue, room = _AnswerQueue(patience_s), asyncio.Semaphore(at_once)
+    pumps = [asyncio.create_task(_pump(i, start, answers_queue.inbox, room)) for i, start in enumerate(starts)]
     try:
         running = len(pumps)
         while running:
-            arrived = await turns.next()
+            arrived = await answers_queue.next()
             for _, item in arrived:
                 if isinstance(item, Exception):
                     raise item

@@ -1,7 +1,7 @@
-"""Live: a worker's machine becomes another, while the others serve.
+"""Changes a worker's role or mesh shape while the other workers serve.
 
-What takes long happens on a thread of its own: weights are cut anew, programs compiled. Programs of machines that serve
-run on the driver's thread, one by one between its rounds: nobody else may touch their pages.
+Slow work runs on a thread of its own: weights are resharded and programs compiled. Programs of executors that serve are
+warmed on the driver's thread, one by one between its rounds, because only that thread may use their pages.
 """
 
 from __future__ import annotations
@@ -32,35 +32,36 @@ from jdisagg.serve.deploy.deployment import Deployment
 
 log = logging.getLogger("jdisagg.driver")
 
-Call = Callable[[Callable[[], None]], None]  # has the driver's thread call it, and waits until it has
+Call = Callable[[Callable[[], None]], None]  # runs a function on the driver's thread and waits for its end
 
 
 class Reshaper(Protocol):
-    """Makes machines anew, and puts them where the driver finds them. Called on a thread of its own."""
+    """Rebuilds executors and puts them into the driver's mapping. Called on a thread of its own."""
 
     def reshape(self, worker: WorkerId, config: WorkerConfig, call: Call) -> tuple[WorkerConfig, str]:
-        """What the worker's machine, warm, is now, and why it is not what was asked for; "" where it is."""
+        """Returns the configuration of the worker's warm executor, and why it is not `config`; "" if it is."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReshapeTimes:
-    """What a change cost, in seconds and bytes; `read_again`: weights that could not be cut anew in place."""
+    """The cost of a change in seconds and bytes; `read_again` names weights read from the checkpoint again."""
 
     reshard_s: float
     compile_s: float
     warm_s: float
     moved_bytes: int
-    num_programs: int  # that were not warm
+    num_programs: int  # programs that were not warm
     read_again: tuple[str, ...] = ()
 
 
 @dataclass
 class MeshReshaper:
-    """Of real machines, which the driver shares. `shape`: how a config's machine is cut.
+    """Rebuilds mesh executors in `machines`, a mapping that the driver reads.
 
-    `remote_programs` are those it needs for workers of other processes; `became` is told of it on the driver's thread,
-    before its actor is.
+    `shape` returns the executor's shape for a configuration. `remote_programs` returns the programs that shipments to
+    and from other processes need. `became` is called with the new executor on the driver's thread, before its actor
+    gets the event.
     """
 
     machines: MutableMapping[WorkerId, MeshExecutor]
@@ -94,7 +95,7 @@ class MeshReshaper:
         )
 
     def _warm(self, machine: MeshExecutor, call: Call) -> tuple[float, int]:
-        """Makes it ready and puts it in its place. When all was compiled, and how many programs were not warm."""
+        """Warms and installs the executor. Returns the compilation's end time and the number of cold programs."""
         others = [each for name, each in self.machines.items() if name != machine.config.worker]
         remote = [(machine, each) for each in self.remote_programs(machine)]
         cold = compile_cold([*programs_with(machine, others), *remote])
@@ -109,14 +110,12 @@ class MeshReshaper:
         self.became(machine)
 
 
-# What was once measured about a model's weights on this machine, kept beside the programs that were compiled for
-# it.
+# Remembered measurements of --weight_dtype=auto, stored beside the compiled programs.
 #
-# A choice holds for as long as all of it is the same: every byte of the model, the mesh, the settings it followed
-# from, the machine with its cores, the versions, and the code that measures. A file that is damaged is measured
-# over.
+# A choice is valid while all inputs are the same: every byte of the model, the mesh, the settings, the machine and its
+# number of cores, the versions, and the code that measures. After a damaged file the choice is measured again.
 
-MEASURING = (calibration, products, products)  # what is measured, and how
+MEASURING = (calibration, products, products)  # modules whose source is part of the key
 PACKAGES = ("jdisagg", "jax", "jaxlib")
 
 weights_log = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ weights_log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What matrices hold, why in one line, and the day it was measured (ISO 8601)."""
+    """The format of the weight matrices, the reason in one line, and the date of the measurement (ISO 8601)."""
 
     weights: WeightFormat
     why: str
@@ -132,20 +131,20 @@ class Choice:
 
 
 def choices_folder() -> Path | None:
-    """The machine's folder of the compile cache; None where nothing is kept."""
-    place = jax.config.values.get("jax_compilation_cache_dir")
-    if not place or not jax.config.values.get("jax_enable_compilation_cache"):
+    """Returns this machine's folder of the compile cache; None without a cache."""
+    cache = jax.config.values.get("jax_compilation_cache_dir")
+    if not cache or not jax.config.values.get("jax_enable_compilation_cache"):
         return None
-    return Path(place) if Path(place).name == machine_name() else Path(place) / machine_name()
+    return Path(cache) if Path(cache).name == machine_name() else Path(cache) / machine_name()
 
 
 @dataclass(frozen=True)
 class ChoiceMemory:
-    """The one choice that is made of `key`, in a file of `folder` (None: nowhere)."""
+    """Stores the choice for `key` in a file of `folder`; with None as folder it stores nothing."""
 
     folder: Path | None
     key: dict[str, Any]
-    matrices: frozenset[str]  # that the model can have
+    matrices: frozenset[str]  # names of the model's weight matrices
 
     @classmethod
     def of(cls, deployment: Deployment, folder: Path | None) -> ChoiceMemory:
@@ -159,7 +158,7 @@ class ChoiceMemory:
         return self._choice(stored) if isinstance(stored, dict) and stored.get("key") == self.key else None
 
     def keep(self, choice: Choice) -> None:
-        """A folder that cannot be written costs a warning, and the next start its time."""
+        """Stores the choice. Logs a warning if the folder cannot be written; the next start then measures again."""
         if self.folder is None:
             return
         weights = {"dtype": choice.weights.dtype, "full": sorted(choice.weights.full)}
@@ -188,7 +187,6 @@ class ChoiceMemory:
 
 
 def key_of(deployment: Deployment) -> dict[str, Any]:
-    """All that a choice follows from."""
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in MEASURING)
     return {
         "model": deployment.identity.fingerprint,

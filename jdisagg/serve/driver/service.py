@@ -1,4 +1,4 @@
-"""What the fronts (HTTP, gRPC, the `LLM` class) know of a running stack: tokens in, updates out."""
+"""The interface of a running stack that the front ends (HTTP, gRPC, the `LLM` class) use: requests in, updates out."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Rejected(JdisaggError):
 
 
 class ObjectiveUnmet(Rejected):
-    """`ttft_s` or `tpot_s` is predicted to be missed; less asked of it, or the same later, may do (HTTP 429)."""
+    """The request would probably miss its `ttft_s` or `tpot_s`; looser objectives or a retry may succeed (429)."""
 
 
 class Draining(JdisaggError):
-    """The server is going down and takes no new requests (HTTP 503)."""
+    """The server is shutting down and takes no new requests (HTTP 503)."""
 
 
 class NotLeader(JdisaggError):
@@ -43,7 +43,7 @@ class NotLeader(JdisaggError):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What became known of a request at once: tokens drawn, and with its last update, how it finished."""
+    """The sampled tokens of one request since its last update; the last update has `finish`."""
 
     delta: TokenDelta = NO_TOKENS
     finish: Finish | None = None
@@ -51,18 +51,18 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a stack can do at the most: sequences decoded at once, and the least time that a token may take."""
+    """Upper bounds of a stack: sequences decoded at once, and the shortest seconds per token."""
 
     slots: int
-    token_s: float = 0.0  # 0: nothing was measured yet
+    token_s: float = 0.0  # 0 if nothing was measured yet
 
     def least_s(self, answers: int, tokens: int) -> float:
-        """Before the last of `answers` can begin, when each has `tokens` tokens or more and nobody else asks."""
+        """Returns the least seconds until the last of `answers` starts, each of `tokens` tokens, on an idle stack."""
         return (answers - 1) // self.slots * tokens * self.token_s
 
 
 class Service(Protocol):
-    """A running stack. All methods are called on the event loop."""
+    """The interface of a running stack. All methods are called on the event loop."""
 
     model_name: str
     model_config: ModelConfig
@@ -70,33 +70,26 @@ class Service(Protocol):
     tokenizer: Tokenizer
     draining: bool
     pools: Pools
-    sampling_defaults: dict[str, float]  # what the model says where a client is silent
+    sampling_defaults: dict[str, float]  # the model's values for what a request leaves out
 
     @property
-    def ready(self) -> bool:
-        """New requests are taken."""
-        ...
+    def ready(self) -> bool: ...  # True if new requests are accepted
 
     @property
-    def alive(self) -> bool:
-        """False for good once the driver has died: the process is about to end."""
-        ...
+    def alive(self) -> bool: ...  # False once the driver has died; the process is then about to exit
 
-    def now_s(self) -> float:
-        """The driver's clock, for Request.arrival_s."""
-        ...
+    def now_s(self) -> float: ...  # seconds of the driver's clock, for `Request.arrival_s`
 
     def stream(self, request: Request) -> AsyncGenerator[Update]:
-        """Updates until one has `finish`. Closing the generator early cancels the request and frees what it held.
+        """Yields updates until one has `finish`.
 
-        Raises RequestError (bad request), Rejected or Draining before the first.
+        Closing the generator early cancels the request and frees its resources.
+
+        Raises RequestError (bad request), Rejected or Draining before the first update.
         """
         ...
 
-    def capacity(self) -> Capacity | None:
-        """None where it is not known."""
-        ...
+    def capacity(self) -> Capacity | None: ...  # None if it is not known
 
     def cancel(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends the request as `reason`: STOP where a stop string completes its answer."""
-        ...
+        """Ends the request with `reason`: STOP if a stop string completed its answer."""

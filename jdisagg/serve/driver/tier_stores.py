@@ -1,4 +1,4 @@
-"""What keeps the pages of this process's workers below HBM, opened as the settings say."""
+"""Opens the stores that keep pages of this process's workers below HBM: DRAM, disk and the shared pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jdisagg.serve.driver.kv_moves import WorkerStores
 def open_stores(
     deployment: Deployment, settings: Settings, machines: Mapping[WorkerId, MeshExecutor]
 ) -> dict[WorkerId, WorkerStores]:
-    """Of the workers that have tiers. Raises ConfigError where a file or a pool cannot be what it is to be."""
+    """Returns the stores of each worker. Raises ConfigError if a file or a pool cannot be opened."""
     if not any(machine.config.has_tiers for machine in machines.values()):
         return {}
     model = deployment.kv_fingerprint
@@ -43,7 +43,7 @@ def _stores(settings: Settings, machine: MeshExecutor, model: str) -> WorkerStor
 
 
 def _disk(settings: Settings, config: WorkerConfig, form: RecordLayout, fingerprint: str) -> DiskStore:
-    """The first file of this role that no other worker has: names of workers last no longer than their process."""
+    """Opens the first numbered file of this role that no other worker has open; names of workers are not stable."""
     folder = _folder(settings.disk_path)
     for number in count():
         try:
@@ -51,7 +51,7 @@ def _disk(settings: Settings, config: WorkerConfig, form: RecordLayout, fingerpr
             return DiskStore(path, config.disk_pages, form.record_bytes, fingerprint)
         except FileInUse:
             continue
-    raise AssertionError("files are counted for ever")
+    raise AssertionError("the count of files never ends")
 
 
 def _folder(path: str) -> Path:
@@ -64,7 +64,7 @@ def _folder(path: str) -> Path:
 
 
 def post_found(driver: LiveDriver, stores: Mapping[WorkerId, WorkerStores]) -> None:
-    """Before the driver starts: what disks hold since an earlier life."""
+    """Posts the pages that disks hold from an earlier run. Called before the driver starts."""
     for worker, each in stores.items():
         disk = each.stores.get(Tier.DISK)
         found = disk.found() if isinstance(disk, DiskStore) else []

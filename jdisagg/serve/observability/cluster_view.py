@@ -1,6 +1,6 @@
-"""The whole cluster as one JSON document, put together from what is counted and recorded anyway, when somebody asks.
+"""The whole cluster as one JSON document, made on demand from metrics and records.
 
-Counters are as they stand: whoever watches takes two documents and divides by the time between them.
+Counters are totals: to get a rate, take two documents and divide the difference by the time between them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jdisagg.serve.frontends.text import dump
 from jdisagg.serve.observability.metrics import Metrics
 from jdisagg.serve.observability.records import DebugState
 
-REQUESTS, DECISIONS = 24, 16  # of one document, the latest
-SHARED_S = 0.25  # a document is made no more often, however many watch
-# What a document says, and the sample that says it: of each worker, of each pair of workers, of all.
+REQUESTS, DECISIONS = 24, 16  # the latest requests and decisions in a document
+SHARED_S = 0.25  # the shortest time between two documents, however many clients ask
+# Fields of a document and their samples: per worker, per pair of workers, and in total.
 OF_WORKERS = {
     "prefill_tokens": "jdisagg_prefill_tokens_total",
     "decode_steps": "jdisagg_decode_runs_total",
@@ -56,7 +56,7 @@ SAMPLES = frozenset({*OF_WORKERS.values(), *OF_LINKS.values(), *OF_ALL.values(),
 
 
 class Counted:
-    """Samples by name, and by what they are of."""
+    """Samples by name, and by worker or pair of workers."""
 
     def __init__(self, samples: list[Sample]) -> None:
         self._by_worker: dict[tuple[str, str, str], float] = {}
@@ -91,7 +91,7 @@ class Counted:
 
 
 class ClusterView:
-    """Puts documents together. Any thread."""
+    """Makes documents. Methods are safe from any thread."""
 
     def __init__(self, service: Service, metrics: Metrics, debug_state: DebugState, version: str) -> None:
         self._service, self._metrics, self._debug, self._version = service, metrics, debug_state, version
@@ -100,10 +100,10 @@ class ClusterView:
         return self._service.now_s()
 
     def document(self) -> dict[str, Any]:
-        """See the head of this file. Times are of the driver's clock, `time` is the wall's."""
+        """Returns the document. Times are seconds of the driver's clock; `time` is wall-clock time."""
         service, records, now_s = self._service, self._debug.records, self._service.now_s()
         counted = Counted(list(self._metrics.merged.values(SAMPLES)))
-        places = {place.config.worker: place for place in self._debug.places()}
+        places = {info.config.worker: info for info in self._debug.places()}
         return {
             "now_s": now_s,
             "time": time.time(),
@@ -113,7 +113,7 @@ class ClusterView:
             "chat": service.tokenizer.has_chat_template,
             "state": state_of(service),
             "totals": counted.totals(),
-            "workers": [place.to_json() | counted.worker(worker) for worker, place in places.items()],
+            "workers": [info.to_json() | counted.worker(worker) for worker, info in places.items()],
             "links": [each for each in counted.links() if {each["source"], each["destination"]} <= places.keys()],
             "changes": list(records.changes),
             "requests": records.summaries(REQUESTS, now_s),
@@ -126,12 +126,12 @@ def state_of(service: Service) -> str:
 
 
 def _brief(decision: Decision) -> dict[str, Any]:
-    """Without the candidates, which /debug/requests/ID has."""
+    """Returns a decision without its candidates, which /debug/requests/ID has."""
     return {name: value for name, value in decision.to_json().items() if name != "candidates"}
 
 
 class SharedDocument:
-    """The latest document as bytes, for all who watch: made on another thread, and only while somebody asks."""
+    """The latest document as bytes, shared by all clients; made on another thread, and only on request."""
 
     def __init__(self, make: Callable[[], dict[str, Any]], shared_s: float = SHARED_S) -> None:
         self._make, self._shared_s = make, shared_s
@@ -145,22 +145,22 @@ class SharedDocument:
             return self._body
 
 
-# Who holds the KV of a prompt, tier by tier, and what it would cost from each: for people.
+# The workers that hold the KV of a prompt, tier by tier, and the cost to fetch it (/debug).
 
 
 def holders_of(actors: Mapping[Any, Any], tokens: Sequence[int], salt: str, now_s: float) -> list[dict[str, Any]]:
-    """Of the workers of this process, and where the router is among the actors, of all others as far as they have told
-    it. From any thread: what is read are single entries of tables.
+    """Returns one entry per worker of this process; with the router among `actors`, also of the workers it knows of.
 
-    `held_tokens`: in HBM as many as a prompt could begin with now, below it all that are there. What a pool holds
-    nobody knows but itself. `seconds`: of all the prompt's full pages from each source, as measured of late.
+    `held_tokens` are, in HBM, the cached prefix of the prompt; in lower tiers, all its pages that are there. The shared
+    pool's content is unknown. `seconds` is the recent cost to fetch all full pages of the prompt from each source. Safe
+    from any thread, since only single table entries are read.
     """
     workers = {actor.config.worker: actor for actor in actors.values() if isinstance(actor, Worker)}
     found = [_described(worker, _names(worker.config, tokens, salt), now_s) for worker in workers.values()]
     for router in actors.values():
         if isinstance(router, Router):
             others = [peer.config for peer in [*router.peers.values()] if peer.config.worker not in workers]
-            found += [_told(router.routes.kept, config, _names(config, tokens, salt)) for config in others]
+            found += [_reported(router.routes.kept, config, _names(config, tokens, salt)) for config in others]
     return found
 
 
@@ -168,12 +168,14 @@ def _names(config: WorkerConfig, tokens: Sequence[int], salt: str) -> Sequence[P
     return page_hashes(tokens, config.page_size, salt) if config.prefix_caching else ()
 
 
-def _told(kept: Holdings, config: WorkerConfig, names: Sequence[PageHash]) -> dict[str, Any]:
-    """Of a worker elsewhere; nothing is known where nobody follows what it keeps."""
-    told = {tier: directory.told(config.worker) for tier, directory in kept.by_tier.items() if config.pages_of(tier)}
-    held = {tier.value: sum(name in there for name in names) for tier, there in told.items()}
-    sources = kept.prices.get(config.worker, {})
-    seconds = {source: kept.seconds(config.worker, source, len(names)) for source in sources}
+def _reported(holdings: Holdings, config: WorkerConfig, names: Sequence[PageHash]) -> dict[str, Any]:
+    """Returns the entry of another process's worker; empty tiers if the router does not follow its cache."""
+    reported = {
+        tier: directory.told(config.worker) for tier, directory in holdings.by_tier.items() if config.pages_of(tier)
+    }
+    held = {tier.value: sum(name in pages for name in names) for tier, pages in reported.items()}
+    sources = holdings.prices.get(config.worker, {})
+    seconds = {source: holdings.seconds(config.worker, source, len(names)) for source in sources}
     return _row(config, held, seconds, [])
 
 

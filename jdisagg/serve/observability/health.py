@@ -1,7 +1,8 @@
-"""Health of workers: failures in a row, counted plan by plan, so that the router learns that a worker is lost.
+"""Health of workers and of the event loop: consecutive failures, missing workers, a lost journal, late timers.
 
-A program that fails takes with it what it was to write: pages, decode states. Where that was all it had, every later
-plan of that machine fails as well, and its worker would take requests for ever and answer none.
+A program that fails loses the buffers that it was to write: pages, decode states. Every later plan of that executor may
+then fail as well, and its worker would take requests and answer none. So a worker with too many consecutive failures is
+declared lost.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import StepPlan
 from jdisagg.serve.observability.metric_families import Families, Fold, Kind
 
-LOST_AFTER = 8  # tries that failed in a row; over max_retries, so that one request alone cannot end a worker
+LOST_AFTER = 8  # consecutive failures; more than max_retries, so that one request alone cannot end a worker
 
 
 @dataclass(slots=True)
 class PlanHistory:
-    """One worker's plans of one phase."""
+    """The plans of one worker and one phase."""
 
     in_flight: set[int] = field(default_factory=set)
     newest: int = 0  # the plan dispatched last
-    excused: int = 0  # plans up to this one were under way when the last failure was heard of: they are part of it
-    failed: int = 0  # tries in a row
+    excused: int = 0  # plans up to this one were in flight at the last failure and count as part of it
+    failed: int = 0  # consecutive failures
 
     def fail(self, step_id: int) -> None:
         if step_id > self.excused:
@@ -35,20 +36,20 @@ class PlanHistory:
 
 
 class HealthMonitor:
-    """Failures in a row, by worker and phase: a worker that prefills well and fails at every step is lost as well."""
+    """Counts consecutive failures by worker and phase; a worker that fails in one phase alone is lost as well."""
 
     def __init__(self, limit: int = LOST_AFTER) -> None:
         self._limit = limit
         self._lanes: dict[tuple[WorkerId, str], PlanHistory] = {}
 
     def dispatched(self, worker: WorkerId, plan: StepPlan) -> None:
-        """A mixed step counts for decode."""
+        """Notes a dispatched plan; a mixed step counts as decode."""
         lane = self._lanes.setdefault((worker, "prefill" if plan.decode is None else "decode"), PlanHistory())
         lane.in_flight.add(plan.step_id)
         lane.newest = plan.step_id
 
     def ended(self, worker: WorkerId, event: Event) -> bool:
-        """Records a step's end; True once, when the worker is lost by it."""
+        """Records a step's end. Returns True once, when it makes the worker lost."""
         if not isinstance(event, StepDone | EngineFailed):
             return False
         lane = self._lane_of(worker, event.step_id)
@@ -69,17 +70,17 @@ class HealthMonitor:
         return None
 
 
-# What an operator should know while requests are served: workers that went without a word, a journal that ended.
+# Problems that an operator should see while requests are served.
 
-FORGOTTEN_S = 3600.0  # a worker that has not come back by then is not expected any more
+FORGOTTEN_S = 3600.0  # a missing worker is forgotten after this time
 
 
 class Troubles:
-    """A fold of what the router was told; written on the driver's thread, read from anywhere."""
+    """Workers that vanished without leaving, and a journal that ended. Read from any thread."""
 
     def __init__(self, families: Families) -> None:
         self._leaving: set[WorkerId] = set()
-        self._missing: dict[WorkerId, float] = {}  # since when, by the driver's clock
+        self._missing: dict[WorkerId, float] = {}  # seconds of the driver's clock at which each was lost
         self._journal = ""
         gauge = families.gauge("workers_missing", "Workers that went without leaving, and are not back").of()
         gauge.set_function(lambda: len(self._missing))
@@ -91,7 +92,7 @@ class Troubles:
         self._journal = "the journal of --record_dir takes no more"
 
     def told(self, now_s: float) -> list[str]:
-        """One line for each, none where all is well."""
+        """Returns one line per problem; none if there is no problem."""
         since = [(worker, now_s - at_s) for worker, at_s in [*self._missing.items()]]
         gone = [f"{worker} is gone for {gone_s:.0f} s" for worker, gone_s in since if gone_s < FORGOTTEN_S]
         return gone + ([self._journal] if self._journal else [])
@@ -111,13 +112,13 @@ class Troubles:
         self._missing[item.worker] = now_s
 
 
-# How late the event loop is: what somebody's request holds up shows here first, for everybody.
+# Lag of the event loop: a request that blocks the loop delays all clients.
 
 PERIOD_S = 0.01
 
 
 async def watch(on_late: Callable[[float], object]) -> None:
-    """Calls `on_late` for ever, every PERIOD_S, with how many seconds the loop, or the interpreter, was held up."""
+    """Calls `on_late` every PERIOD_S seconds with the seconds by which the event loop was late. Never returns."""
     while True:
         due_s = time.monotonic() + PERIOD_S
         await asyncio.sleep(PERIOD_S)

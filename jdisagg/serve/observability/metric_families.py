@@ -1,4 +1,4 @@
-"""Prometheus families that all have the label `model_name`, and folds of what the driver observes into them."""
+"""Prometheus families with the label `model_name`, and the folds that update them from the driver's events."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 M = TypeVar("M", Counter, Gauge, Histogram)
-Kind = type | tuple[type, type]  # of an event or effect; of a message, with whether it was sent or received
+Kind = type | tuple[type, type]  # an event or effect; for a message, (Send or Received, its type)
 Fold = Callable[[str, Any, float], None]  # (actor, event or effect, now_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Family(Generic[M]):
-    """A metric of one model, by its other labels."""
+    """A Prometheus metric with the label `model_name` set."""
 
     metric: M
     model: str
@@ -31,13 +31,13 @@ class Family(Generic[M]):
         return self.metric.labels(self.model, *labels)
 
     def remove(self, *labels: str) -> None:
-        """Raises KeyError where there are no such samples."""
+        """Removes the samples with these labels. Raises KeyError without such samples."""
         self.metric.remove(self.model, *labels)
 
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """Makes families in `registry`, named with our prefix."""
+    """Creates metric families in `registry`, with the prefix `jdisagg_`."""
 
     registry: CollectorRegistry
     model: str
@@ -55,11 +55,9 @@ class Families:
 
 
 class Group(Protocol):
-    """Metrics of one subject."""
+    """Metrics of one subject that events update."""
 
-    def folds(self) -> Mapping[Kind, Fold]:
-        """What is counted here, by its kind."""
-        ...
+    def folds(self) -> Mapping[Kind, Fold]: ...
 
 
 def by_kind(groups: Iterable[Group]) -> dict[Kind, list[Fold]]:
@@ -71,9 +69,11 @@ def by_kind(groups: Iterable[Group]) -> dict[Kind, list[Fold]]:
 
 
 def observe_times(histogram: Histogram, value: float, times: int) -> None:
-    """`value` so many times over, for what one observation costs: a dispatch of several turns gives each stream as many
-    tokens, all equally far apart."""
-    bounds: Any = histogram._upper_bounds  # as `Histogram.observe`, which has no count
+    """Observes `value` `times` times at the cost of one observation.
+
+    A dispatch of several steps gives each stream several tokens at equal intervals.
+    """
+    bounds: Any = histogram._upper_bounds  # as in `Histogram.observe`, which takes no count
     histogram._buckets[bisect_left(bounds, value)].inc(times)
     histogram._sum.inc(value * times)
 

@@ -1,9 +1,8 @@
-"""Prometheus metrics as a fold over what the driver observes. Nothing is exported that no observation feeds.
+"""Prometheus metrics, updated from the events and effects that the driver observes.
 
-What is free on a worker is what the router was told, wherever the worker is; what workers of other processes count
-comes by `MergedRegistry`.
-
-Base units everywhere (seconds, bytes, tokens); every sample has the label `model_name`.
+Free pages and slots are those that workers reported to the router, in all processes. Counters of workers in other
+processes come from `MergedRegistry`. All units are base units (seconds, bytes, tokens); every sample has the label
+`model_name`.
 """
 
 from __future__ import annotations
@@ -51,24 +50,24 @@ from jdisagg.serve.observability.worker_metrics import (
     Workers,
 )
 
-# Metrics of requests: how many run and wait, how they end, how long they are and how long they take.
+# Metrics of requests: counts, lengths and times.
 
-TIMED_TOKENS = 16  # of an answer, from which its pace counts
+TIMED_TOKENS = 16  # an answer's least number of tokens to count for the fastest pace
 
 
 @dataclass(slots=True)
 class RequestTimes:
-    """One request between Submit and its end."""
+    """The times of one request between Submit and its end."""
 
     request: Request
-    started: bool = False  # a prefill plan has held it
+    has_started: bool = False  # True once a prefill step had the request
     first_s: float | None = None
     last_s: float = 0.0
     num_output: int = 0
 
 
 class LatencyMetrics:
-    """Seconds of requests, and where they went."""
+    """Latencies of requests, and their parts by the ledger."""
 
     def __init__(self, families: Families) -> None:
         ttft = families.histogram("time_to_first_token_seconds", "From arrival to the first token", SECONDS)
@@ -80,13 +79,13 @@ class LatencyMetrics:
         self._transfer = families.histogram(
             "transfer_seconds", "Of a request's KV: hidden behind its prefill, and exposed after it", SECONDS, "share"
         )
-        self.fastest_s = 0.0  # a token, over the best of all answers
+        self.fastest_s = 0.0  # seconds per token of the fastest answer; 0 before one
 
     def first_token(self, times: RequestTimes, now_s: float) -> None:
         self._ttft.observe(now_s - times.request.arrival_s)
 
     def tokens(self, times: RequestTimes, count: int, now_s: float) -> None:
-        """`count` tokens after the first that came at once."""
+        """Observes `count` tokens that arrived together, after the first token."""
         observe_times(self._itl, (now_s - times.last_s) / count, count)
 
     def finish(self, times: RequestTimes, ledger: Ledger, now_s: float) -> None:
@@ -104,7 +103,7 @@ class LatencyMetrics:
 
 
 class RequestMetrics:
-    """Requests that the router of this process was asked, until they end."""
+    """Requests of this process's router from submission to their end."""
 
     def __init__(self, families: Families) -> None:
         self.latency = LatencyMetrics(families)
@@ -134,9 +133,9 @@ class RequestMetrics:
         }
 
     def adapters(self) -> tuple[list[str], list[str]]:
-        """Names of those that requests ask for: which run, and which wait. From any thread."""
-        asked = [(times.request.sampling.adapter, times.started) for times in [*self._running.values()]]
-        return [each.name for each, on in asked if each and on], [each.name for each, on in asked if each and not on]
+        """Returns the adapter names of running and of waiting requests. Safe from any thread."""
+        used = [(times.request.sampling.adapter, times.has_started) for times in [*self._running.values()]]
+        return [each.name for each, on in used if each and on], [each.name for each, on in used if each and not on]
 
     def _submit(self, actor: str, item: Submit, now_s: float) -> None:
         self._running[item.request.request_id] = RequestTimes(item.request)
@@ -147,14 +146,14 @@ class RequestMetrics:
             self._start(self._running.get(chunk.request_id))
 
     def _progress(self, actor: str, item: Received, now_s: float) -> None:
-        """Of a worker of another process, whose steps are not seen here."""
+        """Notes the prefill start of a request on a worker of another process, whose steps are not observed here."""
         assert isinstance(item.message, Progress)
         if item.message.mark is Mark.PREFILL_STARTED:
             self._start(self._running.get(item.message.attempt.request_id))
 
     def _start(self, times: RequestTimes | None) -> None:
-        if times is not None and not times.started:
-            times.started = True
+        if times is not None and not times.has_started:
+            times.has_started = True
             self._waiting -= 1
 
     def _emit(self, actor: str, item: EmitTokens, now_s: float) -> None:
@@ -186,9 +185,9 @@ class RequestMetrics:
         self._rejected.of().inc()
 
 
-# Our metrics under the names that dashboards of other servers already know.
+# Aliases: our metrics under the names that dashboards of other servers use.
 
-# Ours (without the prefix and without _total) -> theirs.
+# Our names (without the prefix and _total) to those of other servers.
 NAMES: dict[str, dict[str, str]] = {
     "vllm": {
         "requests_running": "vllm:num_requests_running",
@@ -238,7 +237,7 @@ class Aliases(CollectorRegistry):
         self._source, self._kinds = source, tuple(kinds)
 
     def collect(self) -> Iterator[Metric]:
-        """Every family that has another name there, under that name."""
+        """Yields every family that has an alias, under that name."""
         families = [*self._source.collect()] if self._kinds else []
         for kind in self._kinds:
             for family in families:
@@ -261,11 +260,11 @@ def _renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:
 
 
 LAGS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-PACE_MARGIN = 0.5  # how much faster than it ever was a stack may yet prove
+PACE_MARGIN = 0.5  # a stack is assumed to be able to take this share of the least seconds per token so far
 
 
 class Metrics:
-    """`observe` is called on the driver's thread, `render` from anywhere."""
+    """All metrics of a process. `observe` is called on the driver's thread, `render` from any thread."""
 
     def __init__(
         self,
@@ -275,7 +274,7 @@ class Metrics:
         recompiles: Callable[[], float] | None = None,
         compat: Collection[str] = (),
     ) -> None:
-        """`page_bytes`: bytes of a KV page over all layers. `compat`: "vllm", "jetstream" add their names of ours."""
+        """`page_bytes` counts all layers of a KV page. `compat` ("vllm", "jetstream") adds that server's names."""
         registry = CollectorRegistry()
         self._families = families = Families(registry, model_name)
         self._workers: Workers = {config.worker: config for config in workers}
@@ -307,54 +306,52 @@ class Metrics:
         self.merged = MergedRegistry(registry)
         self._aliases = Aliases(self.merged, compat)
 
-    # ------------------------------------------------------------ in and out
+    # ------------------------------------------------------------ updates and output
 
     def observe(self, actor: str, item: Any, now_s: float) -> None:
-        """Folds one event or effect of `actor`; what is not counted is let by."""
+        """Updates metrics from one event or effect of `actor`; other types are ignored."""
         for fold in self._folds.get(kind_of(item), ()):
             fold(actor, item, now_s)
 
     def render(self) -> bytes:
-        """Prometheus text, the aliases behind our own names."""
+        """Returns the Prometheus text, aliases after our own names."""
         return generate_latest(self.merged) + generate_latest(self._aliases)
 
     def capacity(self) -> Capacity | None:
-        """What the workers that are there now can do at the most."""
+        """Returns the capacity of the workers that are present now; None without decode workers."""
         slots = sum(config.num_slots for config in [*self._workers.values()] if config.role.decodes)
         return Capacity(slots, self._requests.latency.fastest_s * PACE_MARGIN) if slots else None
 
     def _adapter_slots(self) -> int:
         return max((config.max_loras for config in [*self._workers.values()]), default=0)
 
-    # ------------------------------------------------------------ what no event says
+    # ------------------------------------------------------------ values that no event has
 
     def journal_dropped(self) -> None:
-        """The file of --record_dir takes no more."""
+        """Notes that the file of --record_dir cannot be written any more."""
         self._journal_drops.of().inc()
         self.troubles.journal_ended()
 
     def watch_pools(self, workers: Mapping[WorkerId, Worker]) -> None:
-        """What the pages of this process's workers are for."""
         for name, worker in workers.items():
             self._pools.watch(name, worker)
             self._tiers.watch(name, worker)
 
     def limited(self, limit: str) -> None:
-        """A request was over this limit of its client."""
         self._limited.of(limit).inc()
 
     def watch_held(self, worker: str, held_bytes: Callable[[], tuple[int, int]]) -> None:
-        """`held_bytes`: of KV offered to other processes, and of KV pulled from them; `worker` names ours."""
+        """Adds gauges of KV bytes offered to other processes and pulled from them; `worker` is ours."""
         gauge = self._families.gauge("transport_bytes", "KV that offers and pulls hold, a process", "worker", "side")
         for index, side in enumerate(("offered", "pulled")):
             gauge.of(worker, side).set_function(lambda index=index: held_bytes()[index])
 
     def watch_experts(self, loads: Loads) -> None:
-        """Of a model with experts: what this process' machines have counted; another's comes to the same families."""
+        """Adds expert load of this process's executors; other processes' samples join the same families."""
         self.merged.local.register(ExpertLoadCollector(self._families.model, loads))
 
     def watch_scaling(self, scaler: RoleScaler) -> None:
-        """What the autoscaler says of the load, as it was at its last look; nothing before it knows."""
+        """Adds gauges of the autoscaler's last evaluation; NaN before the first one."""
         desired = self._families.gauge("desired_replicas", "Workers that the load asks for (--autoscale)", "role")
         busy = self._families.gauge("predicted_busy_workers", "Workers that it will keep busy (--autoscale)", "role")
         flips = self._families.gauge("autoscaler_flips", "Changes of roles that the autoscaler has asked for")
@@ -364,7 +361,7 @@ class Metrics:
             busy.of(role).set_function(lambda role=role: _of_role(scaler.load, role))
 
     def watch_connections(self, count: Callable[[], int], reasons: Collection[str]) -> Callable[[str], None]:
-        """`count`: of open HTTP connections. What comes back is called with the reason when the server closes one."""
+        """Adds metrics of open HTTP connections; returns a function to call with the reason for each closed one."""
         self._families.gauge("http_connections", "Open HTTP connections").of().set_function(count)
         cuts = self._families.counter(
             "http_connections_cut", "HTTP connections that the server ended or refused", "reason"

@@ -1,8 +1,8 @@
-"""OpenTelemetry traces, made of each request's ledger after the fact, and sent by OpenTelemetry's own exporter.
+"""OpenTelemetry traces, made from each request's ledger when it ends, and sent by OpenTelemetry's exporter.
 
-A request is one trace however many processes and attempts it took: a span of the whole, and one for each part of its
-ledger, which names the worker. Nothing is traced while requests run but who asked and how many tokens they got; sending
-is a thread's business, its queue is bounded, and what does not fit or is not taken is dropped and told.
+A request is one trace, however many processes and attempts it took: one span for the whole, and one per part of its
+ledger, with the worker. While a request runs only its caller's context and its number of tokens are recorded. A thread
+sends the spans from a bounded queue; spans that do not fit or are refused are dropped, with a log line.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.request import FinishReason, RequestId
 from jdisagg.core.traceparent import TraceParent, parse_traceparent, span_id_of, trace_id_of
 
-ROOM_SPANS, BATCH_SPANS, TIMEOUT_S, SEND_EVERY_S = 8192, 512, 5.0, 0.5  # waiting, and of one message; of sending
-FLUSH_S = 2.0  # longest that an end waits for what was not sent yet
+ROOM_SPANS, BATCH_SPANS = 8192, 512  # spans in the queue, and in one export
+TIMEOUT_S, SEND_EVERY_S = 5.0, 0.5  # of one export, and between two
+FLUSH_S = 2.0  # the longest wait at exit for spans that were not sent yet
 WHOSE = {"prefill": "prefill", "transfer": "decode", "first_step": "decode", "decode": "decode"}
 
 
 @dataclass(slots=True)
 class Asked:
-    """A request that runs."""
+    """A running request: its caller's trace context and token counts."""
 
     context: TraceParent
     prompt_tokens: int
@@ -41,7 +42,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Whose spans they are: what every span of this process says of it."""
+    """The identity of this process in its spans: model, resource and scope."""
 
     model: str
     resource: Resource
@@ -54,17 +55,17 @@ class Source:
 
 
 def traceparent_of(request_id: RequestId, header: str) -> TraceParent:
-    """Who asked; else a trace of our own, which all choices of one client's request share."""
+    """Returns the caller's context, else a new trace that all choices of one client's request share."""
     return parse_traceparent(header) or TraceParent(trace_id_of(request_id.rpartition("-")[0] or request_id), "")
 
 
-def spans_of(asked: Asked, finish: Finish, source: Source, shift_ns: int) -> list[Span]:
-    """The whole first. `shift_ns`: what the driver's clock lacks to be the time of day."""
+def spans_of(state: Asked, finish: Finish, source: Source, shift_ns: int) -> list[Span]:
+    """Returns the spans of an ended request, the whole first; `shift_ns` leads to wall-clock time."""
     ledger, spans = finish.ledger, finish.ledger.spans()
     if not spans:
         return []
-    root = _identity(asked.context.trace_id, span_id_of(finish.request_id))
-    caller = _identity(asked.context.trace_id, asked.context.parent_id) if asked.context.parent_id else None
+    root = _identity(state.context.trace_id, span_id_of(finish.request_id))
+    caller = _identity(state.context.trace_id, state.context.parent_id) if state.context.parent_id else None
     good = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
     whole = Span(
         f"{source.model} answer",
@@ -74,8 +75,8 @@ def spans_of(asked: Asked, finish: Finish, source: Source, shift_ns: int) -> lis
         {
             "gen_ai.system": "jdisagg",
             "gen_ai.request.model": source.model,
-            "gen_ai.usage.input_tokens": asked.prompt_tokens,
-            "gen_ai.usage.output_tokens": asked.tokens,
+            "gen_ai.usage.input_tokens": state.prompt_tokens,
+            "gen_ai.usage.output_tokens": state.tokens,
             "gen_ai.response.finish_reasons": finish.reason.value,
             "jdisagg.request_id": finish.request_id,
             "jdisagg.cached_tokens": ledger.cached_tokens,
@@ -99,15 +100,15 @@ def _parts(root: SpanContext, finish: Finish, source: Source, shift_ns: int) -> 
     for number, (part, began, ended) in enumerate(finish.ledger.spans()):
         attempt += part == "queue" and began in again
         again -= {began} if part == "queue" else set()
-        worker = workers.get(WHOSE.get(part, "")) if attempt == last else None  # of earlier ones it is not known
-        told: Mapping[str, str | int] = {"jdisagg.attempt": attempt} | ({"jdisagg.worker": worker} if worker else {})
+        worker = workers.get(WHOSE.get(part, "")) if attempt == last else None  # unknown for earlier attempts
+        named: Mapping[str, str | int] = {"jdisagg.attempt": attempt} | ({"jdisagg.worker": worker} if worker else {})
         context = _identity(f"{root.trace_id:032x}", span_id_of(f"{finish.request_id}/{number}"))
         one = Span(
             part,
             context,
             root,
             source.resource,
-            told,
+            named,
             start_time=began + shift_ns,
             end_time=ended + shift_ns,
             instrumentation_scope=source.scope,
@@ -121,7 +122,7 @@ def _identity(trace_id: str, span_id: str) -> SpanContext:
 
 
 class Tracer:
-    """`observe` is one of the driver's observers."""
+    """Makes spans of requests that end; `observe` is one of the driver's observers."""
 
     def __init__(
         self, source: Source, export: Callable[[list[Span]], None], wall_s: Callable[[], float] = time.time
@@ -131,36 +132,35 @@ class Tracer:
 
     def observe(self, actor: str, item: Any, now_s: float) -> None:
         if isinstance(item, EmitTokens):
-            asked = self._running.get(item.request_id)
-            if asked is not None:
-                asked.tokens += len(item.delta.sampled)
+            state = self._running.get(item.request_id)
+            if state is not None:
+                state.tokens += len(item.delta.sampled)
         elif isinstance(item, Submit):
             request = item.request
             context = traceparent_of(request.request_id, request.traceparent)
             if context.sampled:
                 self._running[request.request_id] = Asked(context, request.prompt_tokens)
         elif isinstance(item, Finish):
-            asked = self._running.pop(item.request_id, None)
-            if asked is not None:
-                self._export(spans_of(asked, item, self._source, round((self._wall_s() - now_s) * 1e9)))
+            state = self._running.pop(item.request_id, None)
+            if state is not None:
+                self._export(spans_of(state, item, self._source, round((self._wall_s() - now_s) * 1e9)))
         elif isinstance(item, Reject):
             self._running.pop(item.request_id, None)
 
 
 class Exporter:
-    """Sends spans to `endpoint`, as http://localhost:4318, on a thread of OpenTelemetry's."""
+    """Sends spans to an `endpoint` such as http://localhost:4318, on a thread of OpenTelemetry."""
 
     def __init__(self, endpoint: str) -> None:
         sender = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=TIMEOUT_S)
         self._waiting = BatchSpanProcessor(sender, ROOM_SPANS, 1000 * SEND_EVERY_S, BATCH_SPANS)
 
     def put(self, spans: list[Span]) -> None:
-        """Never waits."""
         for span in spans:
             self._waiting.on_end(span)
 
     def close(self) -> None:
-        """Sends what waits, as far as the collector takes it within FLUSH_S seconds."""
+        """Sends the queued spans, waiting at most FLUSH_S seconds."""
         flush = threading.Thread(target=self._waiting.force_flush, name="otlp-flush", daemon=True)
         flush.start()
         flush.join(FLUSH_S)

@@ -1,7 +1,7 @@
-"""What /debug shows: the last decisions and a trace of each of the last requests, kept as values until somebody asks.
+"""Records for /debug: the last routing decisions and a trace of each of the last requests. Also opens the journal.
 
-Written on the driver's thread, read from any other. No prompt and no token is kept. A router whose workers are in other
-processes sees their messages, but not their chunks and parts: those lists are of workers of this process.
+Written on the driver's thread, read from any other. No prompt and no token is stored. The router sees messages of
+workers in other processes, but not their chunks and parts; those lists have only this process's workers.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ from jdisagg.serve.deploy.pools import Place
 from jdisagg.serve.observability.step_log import KEPT, StepLog
 from jdisagg.serve.observability.tracing import chrome_trace, overlapping
 
-# The journal's file under --record_dir: prompts are in it, so only its owner reads it; serving goes on without.
+# The journal's file under --record_dir. It has prompts, so only its owner may read it.
 
 log = logging.getLogger("jdisagg.journal")
 
 
 def open_journal(header: Header, record_dir: str, dropped: Callable[[], None]) -> Journal:
-    """A journal that also appends to a new file of the folder, where one is named. Raises ConfigError.
+    """Returns a journal that also appends to a new file of `record_dir`, unless that is empty. Raises ConfigError.
 
-    `dropped` is told when the file takes no more (a full disk): the journal goes on in memory alone.
+    `dropped` is called when the file cannot be written any more (a full disk); the journal then stays in memory only.
     """
     if not record_dir:
         return Journal(header)
@@ -92,7 +92,7 @@ def open_journal(header: Header, record_dir: str, dropped: Callable[[], None]) -
         raise ConfigError(f"--record_dir={record_dir}: {getattr(error, 'strerror', None) or error}") from error
 
     def drop(error: OSError) -> None:
-        with contextlib.suppress(OSError):  # what it still held finds no room either
+        with contextlib.suppress(OSError):  # flushing its buffer fails as well
             file.close()
         log.error("%s takes no more: %s; the record ends there, serving goes on", path, error.strerror or error)
         dropped()
@@ -104,19 +104,19 @@ def open_journal(header: Header, record_dir: str, dropped: Callable[[], None]) -
 
 
 def _open_new(path: Path) -> TextIO:
-    """For its owner alone, and never one that was there, or what a link leads to. Written line by line."""
+    """Creates a file for its owner alone, line-buffered; fails if the path exists or is a link."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
 
 
-# Transfer statistics: what `auto` has measured of shipping KV, of this process's workers and as others report it.
+# Transfer statistics: measurements of --transfer=auto and --transfer_compress=auto.
 
 TransferStats = dict[WorkerId, dict[str, str]]  # by worker: "streaming" and "wires"
 MOST_CHARS = 500
 
 
 def transfer_stats_of(actors: Mapping[WorkerId, Any]) -> TransferStats:
-    """Of those that ship. From any thread: what is read are single numbers."""
+    """Returns the statistics of prefill workers. Safe from any thread, since only single numbers are read."""
     workers = {name: actor for name, actor in actors.items() if isinstance(actor, Worker)}
     return {name: _described(worker) for name, worker in workers.items() if worker.config.role is Role.PREFILL}
 
@@ -131,7 +131,7 @@ def _described(worker: Worker) -> dict[str, str]:
 
 
 def read_transfer_stats(reported: Any) -> TransferStats:
-    """What another process reports of its workers. Raises BadTicket where it is nothing of the kind."""
+    """Reads the statistics that another process reports. Raises BadTicket if they cannot be read."""
     try:
         return {
             WorkerId(str(worker)): {str(name)[:40]: str(text)[:MOST_CHARS] for name, text in of.items()}
@@ -143,18 +143,18 @@ def read_transfer_stats(reported: Any) -> TransferStats:
 
 PHASE_OF_MESSAGE = {StartPrefill: Phase.PREFILLING, Preempted: Phase.QUEUED, Reserve: Phase.QUEUED}
 MARK_OF_MESSAGE = {Reserve: Mark.RESERVE_SENT, Reserved: Mark.RESERVED, Preempted: Mark.REQUEUED}
-FAMILIES = ("", "cmpl-", "chatcmpl-")  # what the fronts put before a client's id
+FAMILIES = ("", "cmpl-", "chatcmpl-")  # prefixes that front ends add to a client's request id
 MAX_CHANGES = 32
-MAX_ROWS = 200  # of one request, chunks and parts counted apart
-NOT_KEPT = (  # too many, and they explain nothing; or of no request
+MAX_ROWS = 200  # per request and list
+NOT_KEPT = (  # messages that are too many to store, or belong to no request
     *(Drawn, View, Renew, CacheWanted, CacheHeld, CacheChanged),
     *(Leave, Left, Joined, Ask, Withdraw, Priced, FetchPages, NoPages),
 )
-SHOWN_FIELDS = ("detail", "reason", "part", "num_parts", "wire_s", "cached_pages", "mark")  # of a message
+SHOWN_FIELDS = ("detail", "reason", "part", "num_parts", "wire_s", "cached_pages", "mark")  # fields of a message
 
 
 def ledger_json(ledger: Ledger) -> dict[str, Any]:
-    """Nanoseconds: the whole, its parts (which sum to it), and the KV's way, what of it was hidden behind prefill."""
+    """Returns nanoseconds: the total, the parts that sum to it, and KV transfer overlapped with prefill or exposed."""
     hidden, exposed = ledger.transfer_ns()
     return {
         "total_ns": ledger.total_ns,
@@ -165,7 +165,7 @@ def ledger_json(ledger: Ledger) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class TraceRows:
-    """What happened to one request, in order. Lists end at `MAX_ROWS`; the rest is counted."""
+    """The events of one request in order. Each list has at most `MAX_ROWS` rows; `left_out` counts the others."""
 
     decisions: list[Decision] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -191,7 +191,7 @@ class TraceRows:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request's numbers and what happened to it."""
+    """The sizes, times and events of one request."""
 
     request_id: RequestId
     arrival_s: float
@@ -202,18 +202,18 @@ class RequestTrace:
     first_token_s: float | None = None
     last_token_s: float | None = None
     rows: TraceRows = field(default_factory=TraceRows)
-    ledger: Ledger = field(default_factory=Ledger)  # as far as messages tell; at its end, the router's own
+    ledger: Ledger = field(default_factory=Ledger)  # from messages; once the request ended, the router's own
     ending: Finish | Reject | None = None
 
     def mark(self, mark: Mark, at_s: float) -> None:
-        """A reservation that is asked for again begins another try."""
+        """Adds a mark to the ledger. A second reservation request starts another attempt."""
         if mark is Mark.RESERVE_SENT and self.ledger.marks[-1][0] not in (Mark.ARRIVED, Mark.REQUEUED):
             self.ledger.mark(Mark.REQUEUED, at_s)
         self.ledger.mark(mark, at_s)
 
     @property
     def workers(self) -> dict[str, WorkerId | None]:
-        """Those that have it, or had it last; None as long as nobody does."""
+        """The request's current or last workers; None before it has one."""
         if isinstance(self.ending, Finish):
             return {"prefill": self.ending.prefill_worker, "decode": self.ending.decode_worker}
         choices = (each.choice for each in reversed(self.rows.decisions) if each.choice is not None)
@@ -221,7 +221,7 @@ class RequestTrace:
         return {"prefill": taken and taken.prefill, "decode": taken and taken.decode}
 
     def summary(self, now_s: float) -> dict[str, Any]:
-        """One row of a list. `parts_ns` of a request that runs reach to `now_s`."""
+        """Returns one row of a list of requests. `parts_ns` of a running request extend to `now_s`."""
         return {
             "request_id": self.request_id,
             "phase": self.phase.value,
@@ -235,7 +235,7 @@ class RequestTrace:
         }
 
     def to_json(self, now_s: float | None = None) -> dict[str, Any]:
-        """All that is known. Where the request runs, its last span reaches to `now_s`."""
+        """Returns the whole trace. The last span of a running request extends to `now_s`."""
         now_ns = None if self.ending or now_s is None else round(now_s * 1e9)
         shown: dict[str, Any] = {
             "request_id": self.request_id,
@@ -266,7 +266,7 @@ def _ending(ending: Finish | Reject) -> dict[str, Any]:
 
 
 def _note_progress(trace: RequestTrace, message: Message, now_s: float) -> None:
-    """What a message says of where a running request is."""
+    """Updates a running request's phase and ledger from a message."""
     if type(message) in MARK_OF_MESSAGE:
         trace.mark(MARK_OF_MESSAGE[type(message)], now_s)
     elif isinstance(message, Progress):
@@ -282,7 +282,7 @@ class Records:
         self._decisions: deque[Decision] = deque(maxlen=keep)
         self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
         self._keep, self.steps = keep, StepLog(steps)
-        self.changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)  # of who is there, as the router was told
+        self.changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)  # workers that joined, are leaving or are gone
         self._folds: dict[type, Callable[[str, Any, float], None]] = {
             Submit: self._submit,
             Send: self._send,
@@ -304,17 +304,16 @@ class Records:
             WorkerLost: lambda actor, item, now_s: self._change("gone", item.worker, now_s),
         }
 
-    # ------------------------------------------------------------ in
+    # ------------------------------------------------------------ writing
 
     def note(self, decision: Decision) -> None:
-        """For the router."""
         self._decisions.append(decision)
         trace = self._traces.get(decision.request_id)
         if trace is not None:
             trace.rows.add(trace.rows.decisions, decision)
 
     def observe(self, actor: str, item: Any, now_s: float) -> None:
-        """Folds one event or effect of `actor`; what is in no trace is ignored."""
+        """Records one event or effect of `actor`; types that no trace has are ignored."""
         fold = self._folds.get(type(item))
         if fold is not None:
             fold(actor, item, now_s)
@@ -329,18 +328,18 @@ class Records:
             self._traces.popitem(last=False)
 
     def _send(self, actor: str, item: Send, now_s: float) -> None:
-        """Messages of the router, and between workers; those to the router are noted when it receives them."""
+        """Records messages of the router and between workers; messages to the router are recorded on receipt."""
         if item.to != ROUTER:
             self._message(actor, item.to, item.message, now_s)
 
     def _received(self, actor: str, item: Received, now_s: float) -> None:
         if actor != ROUTER:
             return
-        if isinstance(item.message, Ask):  # of a front elsewhere
+        if isinstance(item.message, Ask):  # from a front process
             self._submit(actor, Submit(item.message.request), now_s)
         self._message(item.sender, actor, item.message, now_s)
 
-    def _message(self, speaker: str, to: str, message: Message, now_s: float) -> None:
+    def _message(self, sender: str, to: str, message: Message, now_s: float) -> None:
         if isinstance(message, NOT_KEPT):
             return
         trace = self._traces.get(message.attempt.request_id)
@@ -352,7 +351,7 @@ class Records:
             _note_progress(trace, message, now_s)
         details = {name: getattr(message, name) for name in SHOWN_FIELDS if getattr(message, name, None)}
         named = {"message": type(message).__name__, "attempt": message.attempt.epoch}
-        trace.rows.add(trace.rows.messages, {"at_s": now_s, "from": speaker, "to": to} | named | details)
+        trace.rows.add(trace.rows.messages, {"at_s": now_s, "from": sender, "to": to} | named | details)
 
     def _step(self, actor: str, item: RunStep, now_s: float) -> None:
         self.steps.began(actor, item.plan, now_s)
@@ -398,31 +397,30 @@ class Records:
             trace.ledger = item.ledger if isinstance(item, Finish) else trace.ledger
             trace.phase = END_PHASE[item.reason] if isinstance(item, Finish) else Phase.FAILED
 
-    # ------------------------------------------------------------ out
+    # ------------------------------------------------------------ reading
 
     def decisions(self, count: int) -> list[dict[str, Any]]:
-        """The last `count`, latest first."""
+        """Returns the last `count` decisions as JSON, latest first."""
         return [decision.to_json() for decision in self.last(count)]
 
     def last(self, count: int) -> list[Decision]:
-        """As `decisions`, as values."""
         return list(self._decisions)[: -count - 1 : -1]
 
     def requests(self) -> list[dict[str, Any]]:
-        """The requests that are kept, latest first."""
+        """Returns id and phase of the stored requests, latest first."""
         return [{"request_id": trace.request_id, "phase": trace.phase.value} for trace in self._latest()]
 
     def summaries(self, count: int, now_s: float) -> list[dict[str, Any]]:
-        """The last `count` requests in short, latest first."""
+        """Returns summaries of the last `count` requests, latest first."""
         return [trace.summary(now_s) for trace in islice(self._latest(), count)]
 
     def window(self, begin_s: float, end_s: float) -> dict[str, Any]:
-        """What happened between two times, as a trace for Perfetto."""
+        """Returns the time window as a trace for Perfetto."""
         traces = [trace.to_json(end_s if math.isfinite(end_s) else None) for trace in self._latest()]
         return chrome_trace(overlapping(traces, begin_s), self.steps.since(begin_s), begin_s, end_s)
 
     def request(self, name: str, now_s: float | None = None) -> list[dict[str, Any]]:
-        """The traces of the request, or of all choices of a client's request, of this name; latest first."""
+        """Returns the traces of a request, or of all choices of a client's request, of this name; latest first."""
         starts = tuple(f"{family}{name}-" for family in FAMILIES)
         named = [trace for trace in self._latest() if trace.request_id == name or trace.request_id.startswith(starts)]
         return [trace.to_json(now_s) for trace in named]
@@ -433,9 +431,9 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class DebugState:
-    """What a running stack shows under /debug."""
+    """The parts of a running stack that /debug reads."""
 
     records: Records
     transfer_stats: Callable[[], TransferStats]
-    places: Callable[[], Sequence[Place]] = tuple  # the workers that are there now
-    holders: Callable[[Sequence[int], str, float], list[dict[str, Any]]] = lambda tokens, salt, now_s: []  # of a prompt
+    places: Callable[[], Sequence[Place]] = tuple  # the workers that are present now
+    holders: Callable[[Sequence[int], str, float], list[dict[str, Any]]] = lambda tokens, salt, now_s: []

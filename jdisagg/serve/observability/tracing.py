@@ -1,9 +1,9 @@
-"""A window of a cluster's life as a trace that https://ui.perfetto.dev and chrome://tracing open.
+"""Traces: a time window of a cluster for https://ui.perfetto.dev or chrome://tracing, and profiles of JAX's profiler.
 
-A process of the trace is a worker, or the router; its rows are its steps by microbatch, its chunks, its KV by stage,
-and one row a request for what the ledger charged while that worker had it. Arrows lead from where a part of KV left to
-where it arrived. Written from what is remembered; times are microseconds of the driver's clock. A step is dispatched
-before the one ahead of it is read: it is shown from where that one ended.
+A process of a window's trace is a worker or the router. Its rows are steps by microbatch, chunks, KV by stage, and one
+row per request with the spans of its ledger. Arrows lead from where a part of KV left to where it arrived. The trace is
+made of stored records; times are microseconds of the driver's clock. A step is dispatched before the previous one is
+read, so it is shown from the end of the previous one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jdisagg.core.errors import JdisaggError
 from jdisagg.core.events import ROUTER
 from jdisagg.serve.observability.step_log import RanStep
 
-# Which worker a part of the ledger is charged to; the rest is the router's.
+# The worker that a part of the ledger is charged to; the router has the other parts.
 WHOSE = {"prefill": "prefill", "transfer": "decode", "first_step": "decode", "decode": "decode"}
-INSTANT_US = 1  # that a slice lasts of which only its beginning is known
+INSTANT_US = 1  # the length of a slice whose end is unknown
 Event = dict[str, Any]
 
 
 class Rows:
-    """Numbers for processes and rows of the trace, with the events that name them."""
+    """Numbers of processes and rows of a trace, and the events that name them."""
 
     def __init__(self) -> None:
         self._pids: dict[str, int] = {}
@@ -58,7 +58,7 @@ class Rows:
 def chrome_trace(
     requests: Iterable[Mapping[str, Any]], steps: Iterable[RanStep], begin_s: float, end_s: float
 ) -> dict[str, Any]:
-    """`requests`: as /debug/requests/ID tells them. What lies wholly outside of the window is left out."""
+    """Returns the trace of a window; slices wholly outside it are left out. `requests` are as in /debug/requests/ID."""
     rows = Rows()
     rows.pid(ROUTER)
     events = _steps(rows, steps)
@@ -66,8 +66,8 @@ def chrome_trace(
         events += [*_spans(rows, request), *_chunks(rows, request), *_parts(rows, request)]
     shown = [each for each in events if each["ts"] <= end_s * 1e6 and each["ts"] + each.get("dur", 0) >= begin_s * 1e6]
     ends = {each["id"] for each in shown if each["ph"] == "f"}
-    begun = {each["id"] for each in shown if each["ph"] == "s"}
-    whole = [each for each in shown if each["ph"] not in "sf" or each["id"] in ends & begun]  # an arrow has two ends
+    starts = {each["id"] for each in shown if each["ph"] == "s"}
+    whole = [each for each in shown if each["ph"] not in "sf" or each["id"] in ends & starts]  # an arrow has two ends
     return {"traceEvents": [*rows.named, *sorted(whole, key=lambda each: each["ts"])], "displayTimeUnit": "ms"}
 
 
@@ -83,8 +83,8 @@ def _steps(rows: Rows, steps: Iterable[RanStep]) -> list[Event]:
     for step in steps:
         chunks = [f"{step.chunk_tokens} prompt tokens"] if step.chunk_tokens else []
         decodes = [f"{step.rows} rows"] if step.rows else []
-        place = "steps" if step.microbatch is None else f"steps of microbatch {step.microbatch}"
-        row = rows.row(step.worker, place)
+        label = "steps" if step.microbatch is None else f"steps of microbatch {step.microbatch}"
+        row = rows.row(step.worker, label)
         began_s = max(step.began_s, free_s.get((row["pid"], row["tid"]), step.began_s))
         free_s[row["pid"], row["tid"]] = step.ended_s
         name = ", ".join([*chunks, *decodes]) or "step"
@@ -93,7 +93,6 @@ def _steps(rows: Rows, steps: Iterable[RanStep]) -> list[Event]:
 
 
 def _spans(rows: Rows, request: Mapping[str, Any]) -> list[Event]:
-    """A row of its own, so that requests that overlap stand below each other."""
     workers, name = request["workers"], request["request_id"]
     found = []
     for span in request["spans"]:
@@ -119,7 +118,7 @@ def _chunks(rows: Rows, request: Mapping[str, Any]) -> list[Event]:
 
 
 def _parts(rows: Rows, request: Mapping[str, Any]) -> list[Event]:
-    """Each part that arrived, from its leaving to its arrival, with an arrow between."""
+    """Returns the parts of KV that arrived, each from departure to arrival, with an arrow."""
     found, left = list[Event](), dict[int, float]()
     for part in request["parts"]:
         if part["what"] in ("to leave", "left"):
@@ -135,36 +134,36 @@ def _part(rows: Rows, name: str, part: Mapping[str, Any], began_s: float) -> lis
     stage = "KV" if not part["layers"] else f"KV of layers {part['layers'][0]} to {part['layers'][1] - 1}"
     source, destination = rows.row(part["from"], f"{stage}, out"), rows.row(part["to"], f"{stage}, in")
     args = {"request": name, "pages": part["pages"], "wire": part["wire"], "resends": part["resends"]}
-    told = f"part {part['part']}: {part['pages']} pages"
+    label = f"part {part['part']}: {part['pages']} pages"
     arrow = {"cat": "kv", "name": "handoff", "id": f"{name}/{part['part']}/{part['resends']}"}
     return [
-        _slice(source, told, began_s, part["at_s"], "kv", args),
-        _slice(destination, told, part["at_s"], part["at_s"], "kv", args),
+        _slice(source, label, began_s, part["at_s"], "kv", args),
+        _slice(destination, label, part["at_s"], part["at_s"], "kv", args),
         {"ph": "s", "ts": began_s * 1e6, **arrow, **source},
         {"ph": "f", "bp": "e", "ts": part["at_s"] * 1e6, **arrow, **destination},
     ]
 
 
 def overlapping(requests: Sequence[Mapping[str, Any]], begin_s: float) -> list[Mapping[str, Any]]:
-    """Those that had not ended by `begin_s`."""
+    """Returns the requests that had not ended by `begin_s`."""
     return [each for each in requests if each["finish"] is None or each["spans"][-1]["end_s"] >= begin_s]
 
 
-# What JAX's profiler sees of a process for a while, and of several as one zip for TensorBoard or XProf.
+# Profiles of JAX's profiler, zipped for TensorBoard or XProf.
 
-LONGEST_S = 60  # a trace is held in memory
-ROUTER_PROCESS = "router"  # what the process of the fronts is called, alone or not
-_ONE = threading.Lock()  # the profiler knows one trace at a time
-Files = dict[str, bytes]  # of one process, by what they are: xplane.pb, trace.json.gz
+LONGEST_S = 60  # the longest profile, because it is held in memory
+ROUTER_PROCESS = "router"  # the name of the router's process, or of the only one
+_ONE = threading.Lock()  # the profiler takes one trace at a time
+Files = dict[str, bytes]  # of one process, by name: xplane.pb, trace.json.gz
 Profiles = dict[str, Files]  # by the process
 
 
 class Busy(JdisaggError):
-    """Another trace is being taken (HTTP 409)."""
+    """Another profile is being taken (HTTP 409)."""
 
 
 def device_trace(seconds: float) -> Files:
-    """Blocks for `seconds` and some more. Raises Busy."""
+    """Takes a profile; blocks for `seconds` and the time to write it. Raises Busy."""
     if not _ONE.acquire(blocking=False):
         raise Busy("another profile is being taken; there can be one at a time")
     try:
@@ -182,12 +181,11 @@ def device_trace(seconds: float) -> Files:
 
 
 def own_profile(seconds: float) -> Profiles:
-    """Of this process alone. As `device_trace`."""
     return {ROUTER_PROCESS: device_trace(seconds)}
 
 
 def zipped(profiles: Mapping[str, Files], run: str) -> bytes:
-    """One run, in which each process is a host: plugins/profile/RUN/PROCESS.xplane.pb."""
+    """Returns a zip of one run with each process as a host: plugins/profile/RUN/PROCESS.xplane.pb."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         for process, files in profiles.items():

@@ -1,4 +1,7 @@
-"""Metrics of workers: steps that they run, prefixes that they find again, KV that they ship, room that they have."""
+"""Metrics of workers: steps, drafts, prefix cache hits, shipped KV, free pages, tiers, expert load and adapters.
+
+`MergedRegistry` joins the samples of all processes.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ from jdisagg.policy.router.worker_view import empty_view
 from jdisagg.policy.worker import Worker
 from jdisagg.serve.observability.metric_families import SECONDS, SEQUENCES, Families, Fold, Kind
 
-Workers = dict[str, WorkerConfig]  # those that are there now, by name
-USES = ("free", "in_flight", "live", "cached")  # of a page
+Workers = dict[str, WorkerConfig]  # the workers that are present now, by name
+USES = ("free", "in_flight", "live", "cached")  # uses of a page
 
 
 class StepMetrics:
-    """Programs that ran, and how they went wrong."""
+    """Programs that ran, and their failures."""
 
     def __init__(self, families: Families) -> None:
         self._prefill_tokens = families.counter("prefill_tokens", "Tokens run through prefill", "worker")
@@ -67,7 +70,7 @@ class StepMetrics:
         }
 
     def _step(self, actor: str, item: RunStep, now_s: float) -> None:
-        """A mixed step counts for both phases."""
+        """Counts a step; a mixed step counts for both phases."""
         if item.plan.prefill is not None:
             self._prefill_runs.of(actor).inc()
             self._prefill_tokens.of(actor).inc(item.plan.prefill.num_tokens)
@@ -82,7 +85,7 @@ class StepMetrics:
 
 
 class DraftMetrics:
-    """Tokens that were guessed, and those of them that were drawn, by what guesses: counted when they are read."""
+    """Draft tokens and accepted draft tokens by the kind of draft, counted when a step is read."""
 
     def __init__(self, families: Families) -> None:
         labels = "worker", "kind"
@@ -94,15 +97,15 @@ class DraftMetrics:
         return {StepDone: self._done}
 
     def _done(self, actor: str, item: StepDone, now_s: float) -> None:
-        drawn = {slot: tokens for slot, tokens in item.decode if tokens} if item.guessed else {}
+        sampled = {slot: tokens for slot, tokens in item.decode if tokens} if item.guessed else {}
         for slot, kind, tokens in item.guessed:
             self._drafts.of(actor, kind).inc()
             self._draft_tokens.of(actor, kind).inc(tokens)
-            self._accepted.of(actor, kind).inc(len(drawn[slot]) - 1 if slot in drawn else 0)
+            self._accepted.of(actor, kind).inc(len(sampled[slot]) - 1 if slot in sampled else 0)
 
 
 class PrefixCacheMetrics:
-    """Prompt tokens that were looked up in kept KV, and found; of both pools, each by its own messages."""
+    """Prompt tokens looked up and found in the prefix cache; prefill and decode workers use different messages."""
 
     def __init__(self, families: Families, workers: Workers) -> None:
         self._workers = workers
@@ -119,7 +122,7 @@ class PrefixCacheMetrics:
 
     def _looked_up(self, actor: str, item: Received, now_s: float) -> None:
         assert isinstance(item.message, StartPrefill)
-        if not self._only_decodes(actor):  # what it computes itself was counted with its reservation
+        if not self._only_decodes(actor):  # a decode worker's lookup was counted with its reservation
             self._queries.of(actor).inc(item.message.request.prompt_tokens)
 
     def _looked_up_to_decode(self, actor: str, item: Received, now_s: float) -> None:
@@ -143,7 +146,7 @@ class PrefixCacheMetrics:
 
 
 class TransferMetrics:
-    """KV on its way from worker to worker. `page_bytes`: of a page over all layers."""
+    """KV shipped between workers. `page_bytes` are bytes of a page over all layers."""
 
     def __init__(self, families: Families, workers: Collection[WorkerConfig], page_bytes: int) -> None:
         self._page_bytes = page_bytes
@@ -175,7 +178,7 @@ class TransferMetrics:
 
 
 class PoolMetrics:
-    """Room on each worker, as its views told the router; of a worker that is gone there is none."""
+    """Free pages and slots of each worker, from its reports to the router; a lost worker's gauges are removed."""
 
     def __init__(self, families: Families, workers: Workers) -> None:
         self._workers = workers
@@ -183,10 +186,7 @@ class PoolMetrics:
             "kv_pages", "KV pages that a reservation may take (free), and the others (used)", "worker", "state"
         )
         self._by_use = families.gauge(
-            "kv_pages_by_use",
-            "KV pages: free, in_flight, live (in use), cached (kept, unused)",
-            "worker",
-            "use",
+            "kv_pages_by_use", "KV pages: free, in_flight, live (in use), cached (kept, unused)", "worker", "use"
         )
         self._usage = families.gauge("kv_usage_ratio", "Share of KV pages that no reservation may take", "worker")
         self._sequences = families.gauge("decode_sequences", "Sequences decoding, and room for more", "worker", "state")
@@ -204,16 +204,16 @@ class PoolMetrics:
         }
 
     def watch(self, name: str, worker: Worker) -> None:
-        """A worker of this process: what its pages are for is read when somebody asks."""
+        """Adds gauges of a local worker's pages by use, read at each scrape."""
         for use in USES:
             self._by_use.of(name, use).set_function(lambda use=use: worker.shared.by_use()[use])
 
     def _changed(self, actor: str, item: Received, now_s: float) -> None:
-        """Its role is another: what was shown of the other phase is no more."""
+        """Resets a worker's gauges after a role change; those of the former phase are removed."""
         assert isinstance(item.message, Joined)
         config = item.message.config
         if config.worker in self._workers:
-            self._forget(config.worker, self._of_a_phase)
+            self._forget(config.worker, self._phase_gauges)
             self._workers[config.worker] = config
             self._set(config, empty_view(config))
 
@@ -230,17 +230,17 @@ class PoolMetrics:
         if self._workers.pop(item.worker, None) is None:
             return
         states = [(self._pages, "free"), (self._pages, "used"), (self._usage,)]
-        self._forget(item.worker, [*states, *self._of_a_phase, *((self._by_use, use) for use in USES)])
+        self._forget(item.worker, [*states, *self._phase_gauges, *((self._by_use, use) for use in USES)])
 
     @property
-    def _of_a_phase(self) -> list[tuple[Any, ...]]:
-        """Gauges, and what they are of, that only workers of one phase have."""
+    def _phase_gauges(self) -> list[tuple[Any, ...]]:
+        """The gauges, with their labels, that only workers of one phase have."""
         return [(self._sequences, "room"), (self._sequences, "running"), (self._backlog,), (self._stream_tokens,)]
 
     @staticmethod
     def _forget(worker: str, gauges: Iterable[tuple[Any, ...]]) -> None:
         for gauge, *state in gauges:
-            with contextlib.suppress(KeyError):  # of the other phase
+            with contextlib.suppress(KeyError):  # a gauge of the other phase
                 gauge.remove(worker, *state)
 
     def _set(self, config: WorkerConfig, view: View) -> None:
@@ -257,19 +257,18 @@ class PoolMetrics:
             self._stream_tokens.of(worker).set(view.stream_tokens)
 
 
-# Metrics of worker processes, pushed to the router's process each second, so that its /metrics cover all workers.
+# Metrics of worker processes, sent to the router's process each second, so that its /metrics cover all workers.
 #
-# A process sends the samples that name a worker (those of programs, shipments and failures; what is free comes
-# with the workers' views already) and the router's process shows them beside its own. They are forgotten with the
-# process's link.
+# A process sends the samples that have a worker label: programs, shipments and failures. Free pages come with the
+# workers' reports. The router's process shows the samples beside its own, until the process's link ends.
 
 PUSH_INTERVAL_S = 1.0
 WORKER_LABELS = frozenset({"worker", "source", "destination"})
-Samples = dict[str, list[Sample]]  # by the name of their family
+Samples = dict[str, list[Sample]]  # by family name
 
 
 def samples_of(registry: CollectorRegistry) -> list[list[Any]]:
-    """[family, sample, labels, value] of every sample that names a worker, JSON values only."""
+    """Returns [family, sample, labels, value] of every sample with a worker label, as JSON values."""
     return [
         [family.name, each.name, each.labels, each.value]
         for family in registry.collect()
@@ -279,7 +278,7 @@ def samples_of(registry: CollectorRegistry) -> list[list[Any]]:
 
 
 def read_samples(rows: Any) -> Samples:
-    """What `samples_of` made. Raises BadTicket where it is nothing of the kind."""
+    """Reads the rows of `samples_of`. Raises BadTicket if they cannot be read."""
     found: Samples = {}
     try:
         for family, name, labels, value in rows:
@@ -293,14 +292,13 @@ def read_samples(rows: Any) -> Samples:
 
 
 def family_of(name: str) -> str:
-    """The family that a sample of this name is of."""
     for suffix in ("_total", "_sum", "_count"):
         name = name.removesuffix(suffix)
     return name
 
 
 class MergedRegistry(CollectorRegistry):
-    """The samples of this process and, in the same families, those that others sent. Any thread may call."""
+    """The samples of this process with, in the same families, those of other processes. Safe from any thread."""
 
     def __init__(self, local: CollectorRegistry) -> None:
         super().__init__()
@@ -309,7 +307,7 @@ class MergedRegistry(CollectorRegistry):
         self._remote: dict[Any, Samples] = {}
 
     def update(self, link: Any, samples: Samples) -> None:
-        """The latest samples of one process; they replace those before."""
+        """Replaces the samples of one process."""
         with self._lock:
             self._remote[link] = samples
 
@@ -318,7 +316,7 @@ class MergedRegistry(CollectorRegistry):
             self._remote.pop(link, None)
 
     def values(self, names: Collection[str]) -> Iterator[Sample]:
-        """The samples of these names alone, of all processes: what is not asked for is not worked out."""
+        """Yields the samples of these names, of all processes; other families are not collected."""
         with self._lock:
             remote = list(self._remote.values())
         for family in self.local.restricted_registry(names).collect():
@@ -336,12 +334,11 @@ class MergedRegistry(CollectorRegistry):
             yield family
 
 
-# Metrics of KV below HBM: what moved between tiers, how long that took, what came to nothing, and what lies
-# there.
+# Metrics of KV below HBM.
 
 
 class TierMetrics:
-    """A page that was read back is a hit of its source; one that was not there, or was broken, is a miss."""
+    """Moves of pages between tiers. A page that was read is a hit of its source; an absent or broken one is a miss."""
 
     def __init__(self, families: Families) -> None:
         ends = "worker", "source", "destination"
@@ -366,28 +363,28 @@ class TierMetrics:
         if item.failed:
             self._failures.of(*ends).inc()
             return
-        came = sum(item.good)
-        self._pages.of(*ends).inc(came)
-        self._missed.of(*ends).inc(len(item.good) - came)
+        num_good = sum(item.good)
+        self._pages.of(*ends).inc(num_good)
+        self._missed.of(*ends).inc(len(item.good) - num_good)
         self._bytes.of(*ends).inc(item.num_bytes)
         self._seconds.of(*ends).observe(item.seconds)
 
     def watch(self, name: str, worker: Worker) -> None:
-        """A worker of this process: its tiers are looked at when somebody asks."""
+        """Adds gauges of a local worker's tiers, read at each scrape."""
         for tier, pool in worker.tiers.pools.items():
             for use in pool.by_use():
                 gauge = self._kept.of(name, tier.value, use)
                 gauge.set_function(lambda pool=pool, use=use: pool.by_use()[use])
 
 
-# How evenly tokens are spread over experts, as Prometheus asks for it: read from what the machines have counted.
+# Expert load, read from the executors' counters at each scrape.
 
 LABELS = ("model_name", "worker", "layer")
-Loads = Callable[[], Mapping[str, Sequence[ExpertLoad]]]  # of each worker, layer group by layer group
+Loads = Callable[[], Mapping[str, Sequence[ExpertLoad]]]  # of each worker, by layer group
 
 
 class ExpertLoadCollector(Collector):
-    """The families of expert load, without samples where no worker of this process has counted anything."""
+    """The families of expert load; without samples if no local worker has counted tokens."""
 
     def __init__(self, model: str, loads: Loads) -> None:
         self._model, self._loads = model, loads
@@ -414,21 +411,21 @@ class ExpertLoadCollector(Collector):
         yield from (tokens, busiest, imbalance)
 
 
-# Which adapters run and wait, in the one family by which vLLM tells it and its routers read it.
+# Adapters of running and waiting requests, in the family of vLLM that routers read.
 
 NAME = "jdisagg_lora_requests_info"
 HELP = "Adapters of requests that run and that wait, by name; the value is the time"
 
-Asked = Callable[[], tuple[Iterable[str], Iterable[str]]]  # names of those that run, and of those that wait
+AdapterNames = Callable[[], tuple[Iterable[str], Iterable[str]]]  # of running and of waiting requests
 
 
 class AdapterCollector(Collector):
-    """Nothing where no worker has room for adapters."""
+    """The family of adapters; without samples if no worker has adapter slots."""
 
     _labelnames = ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
-    def __init__(self, model: str, slots: Callable[[], int], asked: Asked) -> None:
-        self._model, self._slots, self._asked = model, slots, asked
+    def __init__(self, model: str, slots: Callable[[], int], names: AdapterNames) -> None:
+        self._model, self._slots, self._names = model, slots, names
 
     def describe(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(NAME, HELP, labels=self._labelnames)
@@ -439,6 +436,6 @@ class AdapterCollector(Collector):
             return
         (family,) = self.describe()
         assert isinstance(family, GaugeMetricFamily)
-        running, waiting = (",".join(sorted({*names})) for names in self._asked())
+        running, waiting = (",".join(sorted({*names})) for names in self._names())
         family.add_metric((self._model, str(slots), running, waiting), time.time())
         yield family

@@ -1,7 +1,7 @@
-"""How a group comes together: members find their leader, both prove the secret, and the leader calls the roll.
+"""Assembles a group: members connect to their leader, both sides prove the secret, and the leader checks each member.
 
-All of it comes before JAX is told of other processes: there, a rank that comes twice or never hangs or aborts whatever
-it meets. Every wait has a deadline.
+It runs before JAX's distributed initialisation, where a duplicate or missing rank hangs or aborts processes. Every wait
+has a deadline.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ log = logging.getLogger("jdisagg.group")
 
 PROTOCOL = 1
 NONCE_BYTES = 16
-OPENING_BYTES = 1000  # the longest first record of a stranger
+OPENING_BYTES = 1000  # the longest first record of an unauthenticated peer
 HANDSHAKE_S = 10.0
-RETRY_S = 0.5  # between two looks for a leader that is not there yet
-MOST_STRANGERS = 16  # connections in the middle of their handshake
+RETRY_S = 0.5  # between two attempts to connect to the leader
+MOST_STRANGERS = 16  # connections during their handshake
 SIDES = ("leader", "member")
 
 
 class GroupUnfilled(JdisaggError):
-    """Not all processes came in time, or the leader did not: another try may find them."""
+    """The leader or some members did not join in time; another attempt may succeed."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how a group meets."""
+    """The leader's address, the secret and the deadline by which a group must be complete."""
 
     address: str  # HOST:PORT of the leader
     secret: bytes
     deadline_s: float  # of the monotonic clock
-    wait_s: float  # how long that is in all
+    wait_s: float  # the whole time until the deadline
     tls_server: ssl.SSLContext | None = None
     tls_client: ssl.SSLContext | None = None
 
 
 def session_of(opening: Any, ours: str, first: str) -> str:
-    """Both nonces, the leader's behind the member's. Raises BadTicket, PeerMismatch."""
+    """Returns both nonces, the member's first. Raises BadTicket, PeerMismatch."""
     if not isinstance(opening, dict) or "nonce" not in opening:
         raise BadTicket(f"the first record is {str(opening)[:40]!r}, none of a group's")
     if opening.get("jdisagg_group") != PROTOCOL:
-        said = f"the peer speaks protocol {opening.get('jdisagg_group')!r:.40}"
-        raise PeerMismatch(f"{said}, we speak {PROTOCOL}: install the same jdisagg")
+        theirs = f"the peer speaks protocol {opening.get('jdisagg_group')!r:.40}"
+        raise PeerMismatch(f"{theirs}, we speak {PROTOCOL}: install the same jdisagg")
     nonce = opening["nonce"]
     if not isinstance(nonce, str) or not re.fullmatch(f"[0-9a-f]{{{2 * NONCE_BYTES}}}", nonce):
         raise BadTicket("the first record has no nonce")
@@ -81,7 +81,7 @@ def _read_opening(frames: FrameSocket, deadline_s: float) -> Any:
 
 
 def join_leader(meeting: Meeting, card: Card) -> GroupStream:
-    """Looks for the leader until the deadline. Raises GroupUnfilled, and PeerMismatch where it refuses us."""
+    """Connects to the leader, retrying until the deadline. Raises GroupUnfilled, and PeerMismatch for a refusal."""
     last = "nobody answers"
     while time.monotonic() < meeting.deadline_s:
         try:
@@ -131,27 +131,27 @@ def _answer_of(stream: GroupStream, until_s: float) -> dict[str, Any]:
 
 
 class Assembly:
-    """The leader's door: takes members in until the group is full."""
+    """The leader's listener: admits members until the group is full, and refuses later ones."""
 
-    def __init__(self, meeting: Meeting, card: Card, told: Callable[[str], None] = log.warning) -> None:
-        """`told` is called with each refusal, in one line. Raises ConfigError where the port cannot be had."""
-        self._meeting, self._card, self._told = meeting, card, told
+    def __init__(self, meeting: Meeting, card: Card, report: Callable[[str], None] = log.warning) -> None:
+        """`report` is called with one line for each refusal. Raises ConfigError if the port cannot be bound."""
+        self._meeting, self._card, self._report = meeting, card, report
         self._listener = _listen(meeting.address)
         self._lock = threading.Lock()
         self._streams: dict[int, GroupStream] = {}
-        self._places: dict[int, str] = {}
+        self._addresses: dict[int, str] = {}
         self._strangers = 0
         self._last_refusal = ""
         self._full = threading.Event()
         self._closed = False
 
     def gather(self) -> dict[int, GroupStream]:
-        """The members' streams by rank. Who comes later is refused, and told of. Raises GroupUnfilled."""
+        """Waits for all members and returns their streams by rank; later ones are refused. Raises GroupUnfilled."""
         while not self._full.is_set():
             if time.monotonic() >= self._meeting.deadline_s:
                 self._listener.close()
                 with self._lock:
-                    why = unfilled(self._card, dict(self._places), self._meeting.wait_s, self._last_refusal)
+                    why = unfilled(self._card, dict(self._addresses), self._meeting.wait_s, self._last_refusal)
                 self._dismiss(why)
                 raise GroupUnfilled(why)
             self._forget_lost()
@@ -171,54 +171,56 @@ class Assembly:
         self._listener.settimeout(0.2)
         try:
             sock, address = self._listener.accept()
-        except OSError:  # nobody came, or left again
+        except OSError:  # no connection within the timeout, or it was closed again
             return
-        place = f"{address[0]}:{address[1]}"
+        address_text = f"{address[0]}:{address[1]}"
         with self._lock:
             if self._strangers >= MOST_STRANGERS:
                 sock.close()
                 return
             self._strangers += 1
-        threading.Thread(target=self._meet, args=(sock, place), name="group-door", daemon=True).start()
+        threading.Thread(
+            target=self._shake_hands, args=(sock, address_text), name="group-handshake", daemon=True
+        ).start()
 
-    def _meet(self, sock: socket.socket, place: str) -> None:
-        frames = FrameSocket(sock, f"the process at {place}")
+    def _shake_hands(self, sock: socket.socket, address: str) -> None:
+        frames = FrameSocket(sock, f"the process at {address}")
         try:
-            self._admit(frames, place, time.monotonic() + HANDSHAKE_S)
+            self._admit(frames, address, time.monotonic() + HANDSHAKE_S)
         except JdisaggError as error:
             frames.close()
-            self._note(f"the process at {place} is none of group {self._card.group!r}: {error}")
-        except Exception:  # whatever it said: it goes, and nobody else
+            self._note(f"the process at {address} is none of group {self._card.group!r}: {error}")
+        except Exception:  # from any message: this connection ends, and no other
             frames.close()
-            log.exception("a process at %s cannot be followed", place)
+            log.exception("a process at %s cannot be followed", address)
         finally:
             with self._lock:
                 self._strangers -= 1
 
-    def _admit(self, frames: FrameSocket, place: str, until_s: float) -> None:
+    def _admit(self, frames: FrameSocket, address: str, until_s: float) -> None:
         if self._meeting.tls_server is not None:
             frames.secure(self._meeting.tls_server, None, until_s)
         opening = _read_opening(frames, until_s)
         nonce, ours = _opening()
         session = session_of(opening, nonce, "theirs")
         frames.send(ours, until_s)
-        stream = GroupStream(frames, self._meeting.secret, session, SIDES, f"the process at {place}")
+        stream = GroupStream(frames, self._meeting.secret, session, SIDES, f"the process at {address}")
         try:
             hello = stream.receive(until_s)
         except BadTicket:
-            self._note(f"the process at {place} does not share our secret: give all the same --secret_file")
-            frames.send(b"{}", until_s)  # it cannot be signed so that it would believe it: it knows by that
+            self._note(f"the process at {address} does not share our secret: give all the same --secret_file")
+            frames.send(b"{}", until_s)  # it cannot verify our signature; an unsigned answer makes it report the secret
             frames.close()
             return
         theirs = read_card(hello.get("hello"))
         if theirs is None:
             raise BadTicket("it does not say what it is")
         with self._lock:
-            why = refusal(self._card, theirs, place, self._places)
+            why = refusal(self._card, theirs, address, self._addresses)
             if why is None:
-                stream.who = f"member {theirs.rank} of group {self._card.group!r} at {place}"
+                stream.who = f"member {theirs.rank} of group {self._card.group!r} at {address}"
                 stream.send({"welcome": self._card.group}, until_s)
-                self._streams[theirs.rank], self._places[theirs.rank] = stream, place
+                self._streams[theirs.rank], self._addresses[theirs.rank] = stream, address
                 if len(self._streams) == self._card.size - 1:
                     self._full.set()
                 return
@@ -228,19 +230,19 @@ class Assembly:
 
     def _note(self, why: str) -> None:
         self._last_refusal = why
-        self._told(why)
+        self._report(why)
 
     def _forget_lost(self) -> None:
-        """One that left again before the group was full may come back."""
+        """Forgets members that disconnected before the group was full, so that they may join again."""
         with self._lock:
             for rank in [rank for rank, stream in self._streams.items() if stream.frames.has_ended()]:
                 self._streams.pop(rank).frames.close()
-                del self._places[rank]
+                del self._addresses[rank]
 
     def _dismiss(self, why: str) -> None:
         with self._lock:
             for stream in self._streams.values():
-                with contextlib.suppress(JdisaggError):  # it has left
+                with contextlib.suppress(JdisaggError):  # the member has left
                     stream.send({"refused": why}, time.monotonic() + 1)
                 stream.frames.close()
 
@@ -257,7 +259,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def listener_at(host: str, port: int) -> socket.socket:
-    """At an address, or where a name is given everywhere: to this host itself its name may mean a loopback address."""
+    """Listens at an IP address, or at all addresses for a host name, which may resolve to loopback on its own host."""
     if is_address(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=MOST_STRANGERS)
@@ -267,7 +269,7 @@ def listener_at(host: str, port: int) -> socket.socket:
 
 
 def is_address(host: str) -> bool:
-    """Whether it is no name."""
+    """Returns True for an IP address, not a hostname."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,8 +1,8 @@
-"""The leader's part of a worker that spans processes: what its driver asks of it, every member is told as well.
+"""The leader of a worker that spans processes: it sends every call of its driver to all members as a command.
 
-`GroupExecutor` is a `MeshExecutor` over devices of all processes. Whatever dispatches programs goes out as a command
-before it is dispatched here, so that the members, who follow the same commands in the same order, are never behind by
-more than the wire. What fails at one process may have run at another: any failure ends the group.
+`GroupExecutor` is a `MeshExecutor` over devices of all processes. Every call that dispatches programs is sent as a
+command before it runs here. The members execute the same commands in the same order, so they lag by the network delay
+only. A program that fails in one process may have run in another, so any failure ends the group.
 """
 
 from __future__ import annotations
@@ -45,24 +45,23 @@ from jdisagg.serve.cluster.worker_process import WorkerProcess, join_router
 from jdisagg.serve.deploy.assemble import Progress, load_executors, warm
 from jdisagg.serve.deploy.deployment import Deployment
 
-# The leader's view of its members: commands out to all in one order, their replies in, and proof that they are in
-# step.
+# The leader's view of its members: it sends commands to all in one order, receives replies, and compares digests.
 #
-# A member that is lost, out of step, or fails at what it was told ends the group: `over` is called once, with one
-# line.
+# The group ends if a member is lost, dispatches other programs than the leader, or fails at a command. `over` is then
+# called once, with the reason in one line.
 
-LAST_WORD_S = 0.5  # for the others to be told why the group ends
+END_MESSAGE_S = 0.5  # the longest wait to send the reason for the group's end
 
 Reply = dict[str, Any]
 
 
 class Outstanding:
-    """Commands that members have yet to reply to or to carry out. Any thread may call."""
+    """Commands that members have not replied to or not executed yet. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[int, dict[int, Future[Reply]]] = {}  # by command, by rank
-        self._sent_s: dict[int, float] = {}  # commands that some member has not carried out yet
+        self._sent_s: dict[int, float] = {}  # commands that some member has not executed yet
 
     def sent(self, number: int, replies: dict[int, Future[Reply]] | None) -> None:
         with self._lock:
@@ -80,7 +79,7 @@ class Outstanding:
             found.set_result(body)
 
     def oldest(self, done: int) -> tuple[int, float]:
-        """The first command after number `done`, and how long ago it was sent, in seconds; 0 s where there is none."""
+        """Returns the first command after number `done` and the seconds since it was sent; (0, 0.0) without one."""
         with self._lock:
             for number in [number for number in self._sent_s if number <= done]:
                 del self._sent_s[number]
@@ -88,8 +87,8 @@ class Outstanding:
             return first, time.monotonic() - self._sent_s[first] if first else 0.0
 
 
-class InStep:
-    """Our digest of what was dispatched, and its comparison with those of members. Any thread may call."""
+class DispatchDigestMonitor:
+    """Compares the leader's running digest of dispatches with those of members. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,20 +107,16 @@ class InStep:
 
 
 class Members:
-    """Methods are safe from any thread; commands that dispatch programs all come from one."""
+    """The members of a group. Methods are safe from any thread, but one thread alone dispatches programs."""
 
     def __init__(
-        self,
-        group: str,
-        streams: Mapping[int, GroupStream],
-        over: Callable[[str], None],
-        silence_s: float,
+        self, group: str, streams: Mapping[int, GroupStream], over: Callable[[str], None], silence_s: float
     ) -> None:
         self.group, self.streams = group, dict(streams)
         self._over, self._stall_s = over, math.inf
-        self._order = threading.Lock()  # who holds it says the next command
+        self._order = threading.Lock()  # held while a command is sent to all members
         self._number = 0  # of the last command
-        self._outstanding, self._in_step = Outstanding(), InStep()
+        self._outstanding, self._digest_check = Outstanding(), DispatchDigestMonitor()
         self._ended = False
         self._pulse = Pulse([*streams.values()], silence_s, self.end, lambda: self._number, self._stuck)
         self.on_leave: Callable[[], None] = lambda: None  # a member was asked to stop
@@ -132,21 +127,20 @@ class Members:
             threading.Thread(target=self._listen, args=(rank, stream), name=f"group-{rank}", daemon=True).start()
 
     def expect_within(self, stall_s: float) -> None:
-        """From now on a member that takes longer over one command ends the group; 0: none does."""
+        """Ends the group from now on if a member takes longer than `stall_s` for a command; 0 turns this off."""
         self._stall_s = stall_s or math.inf
 
-    # ------------------------------------------------------------ out
+    # ------------------------------------------------------------ commands
 
     def command(self, body: dict[str, Any]) -> int:
-        """Tells all members; returns the command's number. A stream that breaks ends the group."""
+        """Sends a command to all members and returns its number. A stream that breaks ends the group."""
         return self._send(body, None)
 
     def ask(self, body: dict[str, Any]) -> dict[int, Future[Reply]]:
-        """Tells all members; what each replies, by rank. A group that ends leaves futures that never come."""
+        """Sends a command to all members and returns their replies by rank, which are never set if the group ends."""
         return self.ask_numbered(body)[0]
 
     def ask_numbered(self, body: dict[str, Any]) -> tuple[dict[int, Future[Reply]], int]:
-        """As `ask`, and the command's number."""
         replies: dict[int, Future[Reply]] = {rank: Future() for rank in self.streams}
         return replies, self._send(body, dict(replies))
 
@@ -163,17 +157,17 @@ class Members:
         return number
 
     def note(self, text: str) -> None:
-        """Something that every process dispatches at this point of the order."""
-        self._in_step.note(text)
+        """Adds a dispatch that every process makes at this point to the digest."""
+        self._digest_check.note(text)
 
     def compare(self, step: int) -> None:
-        """Our digest after this step; members send theirs by themselves."""
+        """Compares digests after every EVERY steps; members send theirs by themselves."""
         if step % EVERY == 0:
-            why = self._in_step.ours(step)
+            why = self._digest_check.ours(step)
             if why is not None:
                 self.end(why)
 
-    # ------------------------------------------------------------ in
+    # ------------------------------------------------------------ replies
 
     def _listen(self, rank: int, stream: GroupStream) -> None:
         try:
@@ -188,7 +182,7 @@ class Members:
         if "failed" in body:
             self.end(f"{self._name(rank)} failed: {str(body['failed'])[:600]}")
         elif "digest" in body:
-            why = self._in_step.theirs(rank, int(body["step"]), str(body["digest"]))
+            why = self._digest_check.theirs(rank, int(body["step"]), str(body["digest"]))
             if why is not None:
                 self.end(why)
         elif "leave" in body:
@@ -197,7 +191,7 @@ class Members:
             self._outstanding.replied(rank, int(body["to"]), body)
 
     def _stuck(self) -> str | None:
-        """Why work stands still, where it does: every heartbeat says how far a member is."""
+        """Returns the reason if a command takes too long; None otherwise. Heartbeats report the members' progress."""
         done = {rank: stream.done for rank, stream in self.streams.items()}
         slowest = min(done.values())
         first, waited_s = self._outstanding.oldest(slowest)
@@ -209,25 +203,24 @@ class Members:
     # ------------------------------------------------------------ the end
 
     def end(self, why: str) -> None:
-        """Tells the others and `over`, once."""
-        if self.tell_end(why):
+        """Sends the reason to the members and calls `over` with it, once."""
+        if self.send_end(why):
             self._over(f"group {self.group!r} ends: {why}")
 
-    def tell_end(self, why: str) -> bool:
-        """Tells the members that the group ends; blank: as it was asked to. False where they know."""
+    def send_end(self, why: str) -> bool:
+        """Tells the members that the group ends; blank after a requested stop. Returns False if it was sent before."""
         if self._ended:
             return False
         self._ended = True
-        words = [threading.Thread(target=_say_end, args=(each, why), daemon=True) for each in self.streams.values()]
-        for word in words:
-            word.start()
-        for word in words:
-            word.join(LAST_WORD_S)  # a stream to a process that is stopped may be held up for ever
+        senders = [threading.Thread(target=_send_end, args=(each, why), daemon=True) for each in self.streams.values()]
+        for sender in senders:
+            sender.start()
+        for sender in senders:
+            sender.join(END_MESSAGE_S)  # a send to a stopped process may block for ever
         return True
 
     def stop(self, wait_s: float = 5.0) -> None:
-        """A clean end: the members leave first."""
-        self.tell_end("")
+        self.send_end("")
         self._pulse.stop()
         deadline_s = time.monotonic() + wait_s
         for stream in self.streams.values():
@@ -235,29 +228,25 @@ class Members:
                 time.sleep(0.01)
             stream.frames.close()
 
-    @property
-    def over(self) -> bool:
-        return self._ended
-
     def _name(self, rank: int) -> str:
         return self.streams[rank].who
 
 
-def _say_end(stream: GroupStream, why: str) -> None:
+def _send_end(stream: GroupStream, why: str) -> None:
     with contextlib.suppress(JdisaggError):
-        stream.send({"end": why}, time.monotonic() + LAST_WORD_S)
+        stream.send({"end": why}, time.monotonic() + END_MESSAGE_S)
 
 
 @dataclass(frozen=True)
 class GroupShipment(RemoteShipment):
-    """A part of which every process of the group has what its shards need."""
+    """A part whose shards have arrived in every process of the group."""
 
-    number: int = 0  # by which the members know theirs
+    number: int = 0  # the pull command's number, by which the members find their shipment
 
 
 @dataclass(frozen=True)
 class GroupStep:
-    """A step on its way; what it fails of, the group ends by."""
+    """A dispatched step; an error while reading it ends the group."""
 
     pending: PendingStep
     members: Members
@@ -269,7 +258,7 @@ class GroupStep:
 
 @contextmanager
 def ending(members: Members, doing: str) -> Iterator[None]:
-    """The group ends by whatever is raised inside."""
+    """Ends the group if the body raises; the error goes on."""
     try:
         yield
     except Exception as error:
@@ -282,14 +271,14 @@ def shape_json(shapes: Sequence[StageShape]) -> list[Any]:
 
 
 class GroupExecutor(MeshExecutor):
-    """Implements `executor.Executor` for the group; `members` is set before the first plan."""
+    """An executor that sends every call to the group's members; `members` is set before the first plan."""
 
     members: Members
     steps = 0
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
-        said = encode(plan)
-        self.members.command({"run": said, "ships": group_done is not None})
+        encoded = encode(plan)
+        self.members.command({"run": encoded, "ships": group_done is not None})
 
         def done(layers: int) -> None:
             assert group_done is not None
@@ -299,7 +288,7 @@ class GroupExecutor(MeshExecutor):
         with ending(self.members, f"step {plan.step_id}"):
             pending = super().run(plan, None if group_done is None else done)
         self.steps += 1
-        self.members.note(json.dumps(said))
+        self.members.note(json.dumps(encoded))
         self.members.compare(self.steps)
         return GroupStep(pending, self.members)
 
@@ -333,12 +322,11 @@ class GroupExecutor(MeshExecutor):
 
 
 def awaited(replies: Mapping[int, Future[Reply]], timeout_s: float | None = None) -> list[Reply]:
-    """Blocks until all members have replied. Raises TimeoutError."""
     return [future.result(timeout_s) for future in replies.values()]
 
 
 class GroupKV(RemoteKV):
-    """The leader's KV between workers: each process offers and pulls what is of its own shards."""
+    """The leader's KV transport to other workers: each process of the group offers and pulls its own shards."""
 
     members: Members
 
@@ -350,14 +338,14 @@ class GroupKV(RemoteKV):
         tell: Callable[[dict[str, Any]], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """`tell` is called once all have offered, on the thread of the last."""
+        """Offers a part. `tell` is called when all processes have offered, on the thread of the last reply."""
         replies = self.members.ask({"offer": encode(transfer), "raw": machine.error_monitor.lead()})
         moves, pieces = self.offers(machine, transfer, peer)
 
         def all_offered(found: list[Reply]) -> None:
-            lacking = next((reply["why"] for reply in found if "why" in reply), None)
-            if lacking is not None:
-                failed(RuntimeError(f"a member offers nothing: {lacking}"))
+            why = next((reply["why"] for reply in found if "why" in reply), None)
+            if why is not None:
+                failed(RuntimeError(f"a member offers nothing: {why}"))
                 return
             tell(notice_of(transfer, moves, [*pieces, *[piece for reply in found for piece in reply["pieces"]]]))
 
@@ -366,14 +354,14 @@ class GroupKV(RemoteKV):
     def fetch(
         self, machine: MeshExecutor, notice: dict[str, Any], peer: PeerRecord
     ) -> tuple[RemoteShipment, KVArrived]:
-        """Every process pulls its own; the part came where all of it did."""
+        """Pulls a part in every process; the part has arrived only if all shards have."""
         replies, number = self.members.ask_numbered({"pull": notice, "from": peer.worker})
         own, arrived = super().fetch(machine, notice, peer)
         try:
-            came = all(reply["came"] for reply in awaited(replies, self.timeout_s + 1))
+            has_come = all(reply["came"] for reply in awaited(replies, self.timeout_s + 1))
         except TimeoutError:
-            came = False
-        shipment = GroupShipment(own.transfer, own.landed, own.came and came, number)
+            has_come = False
+        shipment = GroupShipment(own.transfer, own.landed, own.came and has_come, number)
         return shipment, KVArrived(arrived.transfer, shipment.came, arrived.wire_s)
 
     def withdraw(self, attempt: Attempt) -> None:
@@ -393,34 +381,33 @@ class GroupKV(RemoteKV):
 
 
 def when_all(futures: Sequence[Future[Reply]], then: Callable[[list[Reply]], None]) -> None:
-    """Calls `then` with all results, on the thread of the last one."""
-    left, lock = set(futures), threading.Lock()
+    """Calls `then` with all results, on the thread that sets the last one."""
+    missing, lock = set(futures), threading.Lock()
 
-    def one_more(future: Future[Reply]) -> None:
+    def on_done(future: Future[Reply]) -> None:
         with lock:
-            left.discard(future)
-            complete = not left
-        if complete:
+            missing.discard(future)
+            is_complete = not missing
+        if is_complete:
             then([each.result() for each in futures])
 
     for each in futures:
-        each.add_done_callback(one_more)
+        each.add_done_callback(on_done)
 
 
-# A group's leader and its members, from the meeting to running: both build the same machine over the same
-# devices.
+# The start of a leader and of a member; both build the same executor over the same devices.
 
 log = logging.getLogger("jdisagg.group")
 
-AFTER_S = 10.0  # behind its deadline, for a leader to say that the group did not fill
-WARM_S = 600.0  # behind the leader, until every member is warm
+AFTER_S = 10.0  # a member's wait after the deadline, for the leader's message that the group did not fill
+WARM_S = 600.0  # the longest wait for members that warm longer than the leader
 
 
 class LeaderStart:
-    """A leader whose members are all there."""
+    """The start of a leader, once all its members have joined."""
 
     def __init__(self, settings: Settings, place: GroupPlace, over: Callable[[str], None]) -> None:
-        """Waits for the members. `over` is called with why the group ends. Raises ConfigError, GroupUnfilled."""
+        """Waits for the members. `over` gets the reason for the group's end. Raises ConfigError, GroupUnfilled."""
         self.place, self._settings = place, settings
         self._assembly = Assembly(meeting_of(settings, place), card_of(settings, place))
         streams = self._assembly.gather()
@@ -428,7 +415,7 @@ class LeaderStart:
         self.members.start()
 
     def form_world(self) -> None:
-        """Raises GroupUnfilled."""
+        """Forms JAX's world with all members. Raises GroupUnfilled."""
         address = free_port(self.place.coordinator)
         self.members.command({"world": address})
         World(address, self.place, self._settings.peer_silence_s, self._settings.group_wait_s).form()
@@ -441,7 +428,7 @@ class LeaderStart:
         progress: Progress,
         ended: Callable[[str], None],
     ) -> WorkerProcess:
-        """The worker, warm in all processes; `ended` as `processes.build_workers` has it."""
+        """Returns the worker, warm in all processes; `ended` is as in `worker_process.build_workers`."""
         settings = self._settings
         own = own_workers(deployment, roles_of(settings))
         ((name, config),) = own.items()
@@ -465,24 +452,22 @@ class LeaderStart:
         devices = max(tps) if share else sum(tps)
         holders = holders_of(tps, devices, self.place.size, stages_share=share)
         if len(tps) < len(shapes):
-            holders = (*holders, holders[-1])  # a draft's pages lie where the last stage does
+            holders = (*holders, holders[-1])  # the last stage's processes hold a draft's pages
         return PeerRecord(machine.config, shapes, capabilities, holders)
 
     def failed(self, error: BaseException) -> None:
-        """Tells the members why there will be no worker."""
-        self.members.tell_end(f"its leader cannot start: {type(error).__name__}: {str(error)[:600]}")
+        self.members.send_end(f"its leader cannot start: {type(error).__name__}: {str(error)[:600]}")
 
     def stop(self) -> None:
-        """A clean end."""
         self._assembly.close()
         self.members.stop()
 
 
 class MemberStart:
-    """A member that the leader has taken in; the calls follow the leader's start step by step."""
+    """The start of a member that the leader has admitted; its methods follow the leader's start step by step."""
 
     def __init__(self, settings: Settings, place: GroupPlace, over: Callable[[str], None]) -> None:
-        """Looks for the leader. Raises GroupUnfilled, PeerMismatch where it refuses us."""
+        """Connects to the leader. Raises GroupUnfilled, and PeerMismatch for a refusal."""
         self.place, self._settings = place, settings
         self.stream: GroupStream = join_leader(meeting_of(settings, place), card_of(settings, place))
         self._commands = Commands(self.stream, over)
@@ -493,18 +478,20 @@ class MemberStart:
         return self._member.done if self._member is not None else 0
 
     def form_world(self) -> None:
-        """Once the group is full."""
-        said = self._next("world", self._settings.group_wait_s + AFTER_S)
+        """Forms JAX's world, when the leader has found all members. Raises GroupUnfilled."""
+        command = self._next("world", self._settings.group_wait_s + AFTER_S)
         self._pulse.start()
-        World(said["world"], self.place, self._settings.peer_silence_s, self._settings.group_wait_s).form()
+        World(command["world"], self.place, self._settings.peer_silence_s, self._settings.group_wait_s).form()
 
     def sizes(self) -> dict[str, Any]:
-        """What the leader builds."""
+        """Waits for the leader's build command, which has its configuration and sizes."""
         return self._next("build")
 
-    def build(self, deployment: Deployment, devices: Sequence[Any], said: dict[str, Any], progress: Progress) -> Member:
-        """The leader's worker. Raises PeerMismatch where ours would be another."""
-        settings, config = self._settings, decode_as(WorkerConfig, said["build"])
+    def build(
+        self, deployment: Deployment, devices: Sequence[Any], command: dict[str, Any], progress: Progress
+    ) -> Member:
+        """Builds the leader's worker from its build command. Raises PeerMismatch if our flags give another worker."""
+        settings, config = self._settings, decode_as(WorkerConfig, command["build"])
         name = worker_of(settings).worker
         ours = next(each for each in deployment.workers if each.worker == name)
         check_same(config, ours)
@@ -514,34 +501,33 @@ class MemberStart:
         machines = load_executors(deployment, settings, devices, {name: config})
         warm(machines, progress, partial(remote_programs, deployment))
         self._member = Member(self.stream, self._commands, machines[config.worker], remote_kv, digest)
-        self._member.done = said["n"]
-        self.stream.send({"to": said["n"], "capability": remote_kv.mine.to_json()})
+        self._member.done = command["n"]
+        self.stream.send({"to": command["n"], "capability": remote_kv.mine.to_json()})
         return self._member
 
     def _next(self, wanted: str, timeout_s: float | None = None) -> dict[str, Any]:
         try:
-            said = self._commands.next(timeout_s)
+            command = self._commands.next(timeout_s)
         except TransferTimeout as error:
             raise GroupUnfilled(str(error)) from error
-        if "refused" in said:
-            raise GroupUnfilled(str(said["refused"]))
-        if "end" in said:
-            raise GroupEnded(str(said["end"]))
-        assert wanted in said, f"the leader says {list(said)} where {wanted} belongs"
-        return said
+        if "refused" in command:
+            raise GroupUnfilled(str(command["refused"]))
+        if "end" in command:
+            raise GroupEnded(str(command["end"]))
+        assert wanted in command, f"the leader sends {list(command)} instead of {wanted}"
+        return command
 
     def failed(self, error: BaseException) -> None:
-        """Tells the leader, which ends the group."""
         try:
             self.stream.send({"failed": f"{type(error).__name__}: {str(error)[:400]}"})
         except JdisaggError:
-            log.info("the leader is gone before it heard")
+            log.info("the leader is gone, so the failure is not reported")
 
 
 def check_same(theirs: WorkerConfig, ours: WorkerConfig) -> None:
-    """Raises PeerMismatch with both values of what differs, names and places apart: the group's are its leader's."""
+    """Raises PeerMismatch with both values of each difference but `worker` and `labels`, which are the leader's."""
     one, other = encode(theirs), encode(ours)
     differing = [key for key in sorted({*one, *other} - {"worker", "labels"}) if one.get(key) != other.get(key)]
     if differing:
-        said = "; ".join(f"{key} is {one.get(key)} at the leader and {other.get(key)} here" for key in differing)
-        raise PeerMismatch(f"this process would build another worker: {said[:600]}; start all with the same flags")
+        listed = "; ".join(f"{key} is {one.get(key)} at the leader and {other.get(key)} here" for key in differing)
+        raise PeerMismatch(f"this process would build another worker: {listed[:600]}; start all with the same flags")

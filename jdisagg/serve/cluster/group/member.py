@@ -1,7 +1,7 @@
-"""A member: it carries out the leader's commands in their order, on its own devices of the worker's mesh.
+"""A group's member: it executes the leader's commands in order, on its own devices of the worker's mesh.
 
-One thread follows the stream and dispatches; others wait for what was dispatched, and pull KV. It decides nothing. Any
-failure is told to the leader, which ends the group.
+One thread reads commands and dispatches programs; others wait for results and pull KV. A member decides nothing. Any
+failure is reported to the leader, which ends the group. The second half forms the group's JAX world.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Command = dict[str, Any]
 
 
 class GroupEnded(Exception):
-    """The leader said so; the text is why, blank where the group was asked to."""
+    """The leader ended the group; the text is the reason, blank after a requested stop."""
 
 
 class Pulled:
-    """What was pulled and is in no page yet, by the number of the command; dropped meanwhile, it is not kept."""
+    """Pulled shipments that are in no page yet, by command number. Those dropped before they arrive are discarded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class Pulled:
         with self._lock:
             self._landed[number] = None
 
-    def came(self, number: int, shipment: RemoteShipment) -> None:
+    def add(self, number: int, shipment: RemoteShipment) -> None:
         with self._lock:
             if number in self._landed:
                 self._landed[number] = shipment
@@ -75,7 +75,7 @@ class Pulled:
 
 
 class Member:
-    """`run` returns when the group ends, with why; blank where it ends as it was asked to."""
+    """Executes the leader's commands on `machine`, an executor over the whole mesh, until the group ends."""
 
     def __init__(
         self, stream: GroupStream, commands: Commands, machine: MeshExecutor, remote_kv: RemoteKV, digest: RunningDigest
@@ -86,177 +86,176 @@ class Member:
         self._pulled = Pulled()
         self._readers = Readers()
         self._steps = 0
-        self.done = 0  # number of the last command that was carried out
-        self._orders: dict[str, Callable[[Command], None]] = {
+        self.done = 0  # number of the last executed command
+        self._handlers: dict[str, Callable[[Command], None]] = {
             "run": self._run,
-            "gates": lambda said: machine.open_gates(decode_as(Attempt, said["gates"])),
+            "gates": lambda command: machine.open_gates(decode_as(Attempt, command["gates"])),
             "offer": self._offer,
             "pull": self._pull,
             "check": self._check,
             "insert": self._insert,
             "drop": self._drop,
             "time": self._time,
-            "peer": self._meet,
-            "gone": self._forget,
-            "withdraw": lambda said: remote_kv.withdraw(decode_as(Attempt, said["withdraw"])),
-            "withdraw_all": lambda said: remote_kv.withdraw_all(),
+            "peer": self._add_peer,
+            "gone": self._remove_peer,
+            "withdraw": lambda command: remote_kv.withdraw(decode_as(Attempt, command["withdraw"])),
+            "withdraw_all": lambda command: remote_kv.withdraw_all(),
         }
 
     def run(self) -> str:
-        """Follows the leader to the end."""
+        """Executes commands until the group ends. Returns the reason, blank after a requested stop."""
         try:
             while True:
-                self._carry_out(self._commands.next())
+                self._execute(self._commands.next())
         except GroupEnded as end:
             return str(end)
         except Exception as error:
             log.exception("a command failed")
-            self._tell_failure(error)
+            self._report_failure(error)
             return f"{type(error).__name__}: {str(error)[:400]}"
 
     def leave(self) -> None:
-        """This process was asked to stop: the leader drains the group."""
         self._stream.send({"leave": True})
 
     def close(self) -> None:
         self._remote_kv.close()
 
-    def _carry_out(self, said: Command) -> None:
-        if "end" in said:
-            raise GroupEnded(said["end"])
-        order = next((each for each in self._orders if each in said), None)
-        assert order is not None, f"{list(said)} is no command"
-        self._orders[order](said)
-        self.done = max(self.done, said["n"])
+    def _execute(self, command: Command) -> None:
+        if "end" in command:
+            raise GroupEnded(command["end"])
+        name = next((each for each in self._handlers if each in command), None)
+        assert name is not None, f"{list(command)} is no command"
+        self._handlers[name](command)
+        self.done = max(self.done, command["n"])
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         try:
             self._stream.send({"failed": f"{type(error).__name__}: {str(error)[:400]}"})
         except JdisaggError:
-            log.info("the leader is gone before it heard")
+            log.info("the leader is gone, so the failure is not reported")
 
     # ------------------------------------------------------------ steps
 
-    def _run(self, said: Command) -> None:
-        """Between two layer groups of a step that ships, the leader's commands are followed until it goes on."""
-        plan = decode_as(StepPlan, said["run"])
-        pending = self._machine.run(plan, self._follow_until if said["ships"] else None)
+    def _run(self, command: Command) -> None:
+        """Runs a step. Between layer groups of a step that ships KV it executes commands until the leader goes on."""
+        plan = decode_as(StepPlan, command["run"])
+        pending = self._machine.run(plan, self._execute_until if command["ships"] else None)
         self._steps += 1
-        self._digest.note(json.dumps(said["run"]))
+        self._digest.note(json.dumps(command["run"]))
         if self._steps % EVERY == 0:
             self._stream.send({"digest": self._digest.now, "step": self._steps})
         self._readers.read(plan.lane, lambda: self._read(pending))
 
-    def _follow_until(self, layers: int) -> None:
-        while "go" not in (said := self._commands.next()):
-            self._carry_out(said)
-        assert said["go"] == layers, f"the leader goes on at layer {said['go']}, this process at {layers}"
-        self.done = said["n"]
+    def _execute_until(self, layers: int) -> None:
+        while "go" not in (command := self._commands.next()):
+            self._execute(command)
+        assert command["go"] == layers, f"the leader goes on at layer {command['go']}, this process at {layers}"
+        self.done = command["n"]
 
     def _read(self, pending: PendingStep) -> None:
         try:
             pending.read()
         except Exception as error:
-            self._tell_failure(error)
+            self._report_failure(error)
 
     # ------------------------------------------------------------ KV
 
-    def _offer(self, said: Command) -> None:
-        transfer = decode_as(KVTransfer, said["offer"])
-        self._machine.error_monitor.follow(said["raw"])
+    def _offer(self, command: Command) -> None:
+        transfer = decode_as(KVTransfer, command["offer"])
+        self._machine.error_monitor.follow(command["raw"])
         try:
             peer = self._peers[transfer.destination]
             answer: dict[str, Any] = {"pieces": self._remote_kv.offers(self._machine, transfer, peer)[1]}
         except (KeyError, TransportError) as error:
             answer = {"why": f"{type(error).__name__}: {error}"}
-        self._stream.send({"to": said["n"], **answer})
+        self._stream.send({"to": command["n"], **answer})
 
-    def _pull(self, said: Command) -> None:
-        """Parts of one source are pulled one after the other, as the leader does."""
-        self._pulled.expect(said["n"])
-        self._readers.read(f"pull-{said['from']}", lambda: self._pull_now(said))
+    def _pull(self, command: Command) -> None:
+        """Queues the pull of a part; parts of one source are pulled in order, as the leader does."""
+        self._pulled.expect(command["n"])
+        self._readers.read(f"pull-{command['from']}", lambda: self._pull_now(command))
 
-    def _pull_now(self, said: Command) -> None:
+    def _pull_now(self, command: Command) -> None:
         try:
-            transfer = decode_as(KVTransfer, said["pull"]["transfer"])
-            peer = self._peers[WorkerId(said["from"])]
-            shipment = self._remote_kv.pull(self._machine, transfer, said["pull"], peer)
-            came = shipment.came
-            self._pulled.came(said["n"], shipment)
+            transfer = decode_as(KVTransfer, command["pull"]["transfer"])
+            peer = self._peers[WorkerId(command["from"])]
+            shipment = self._remote_kv.pull(self._machine, transfer, command["pull"], peer)
+            has_come = shipment.came
+            self._pulled.add(command["n"], shipment)
         except Exception:  # the part counts as never sent
             log.exception("a part was lost")
-            came = False
+            has_come = False
         try:
-            self._stream.send({"to": said["n"], "came": came})
+            self._stream.send({"to": command["n"], "came": has_come})
         except JdisaggError:
             log.info("the leader is gone")
 
-    def _check(self, said: Command) -> None:
-        number = said["n"]
-        verdict = self._machine.check(self._pulled[said["check"]])
+    def _check(self, command: Command) -> None:
+        number = command["n"]
+        verdict = self._machine.check(self._pulled[command["check"]])
 
-        def tell() -> None:
+        def reply() -> None:
             try:
                 self._stream.send({"to": number, "intact": verdict is None or verdict()})
             except Exception as error:
-                self._tell_failure(error)
+                self._report_failure(error)
 
-        self._readers.read("check", tell)
+        self._readers.read("check", reply)
 
-    def _time(self, said: Command) -> None:
-        self._machine.time_packs([read_stage(each) for each in said["time"]])
+    def _time(self, command: Command) -> None:
+        self._machine.time_packs([read_stage(each) for each in command["time"]])
 
-    def _insert(self, said: Command) -> None:
-        self._machine.insert(self._pulled[said["insert"]])
-        self._pulled.drop(said["insert"])
+    def _insert(self, command: Command) -> None:
+        self._machine.insert(self._pulled[command["insert"]])
+        self._pulled.drop(command["insert"])
 
-    def _drop(self, said: Command) -> None:
-        self._pulled.drop(said["drop"])
+    def _drop(self, command: Command) -> None:
+        self._pulled.drop(command["drop"])
 
-    def _meet(self, said: Command) -> None:
-        peer = read_peer(said["peer"])
+    def _add_peer(self, command: Command) -> None:
+        peer = read_peer(command["peer"])
         self._peers[peer.worker] = peer
 
-    def _forget(self, said: Command) -> None:
-        worker = WorkerId(said["gone"])
+    def _remove_peer(self, command: Command) -> None:
+        worker = WorkerId(command["gone"])
         self._peers.pop(worker, None)
         self._remote_kv.withdraw_for(worker)
         self._readers.end(f"pull-{worker}")
 
 
-# From a place in a group to a running leader or member: the meeting, the JAX world, the worker's build.
+# The start of a group, shared by the leader and its members.
 #
-# Order of a start: the roll is called, JAX's world formed at a port of the leader's choice, the leader's sizes
-# taken over by all, weights loaded, programs warmed together; then the members follow the leader's commands.
+# Order of a start: the leader checks all members, JAX's world is formed at a port that the leader chooses, all take the
+# leader's sizes, load weights and warm programs together; then the members execute the leader's commands.
 
 SHARED_GROUPS = ("mesh", "sizes", "scheduling", "transfer")
 SHARED = ("load_format", "dtype", "weight_dtype", "kv_dtype", "seed", "role", "transport", "peer_silence_s", "platform")
-WARM_S = 600.0  # behind the leader, until every member is warm
+WARM_S = 600.0  # the longest wait for members that warm longer than the leader
 
 
 def worker_of(settings: Settings) -> WorkerMesh:
-    """The one worker of the mesh that the group is. Raises ConfigError."""
+    """Returns the one worker of the mesh that the group runs. Raises ConfigError, MeshError."""
     if settings.weight_dtype == AUTO:
         raise ConfigError("--weight_dtype=auto measures, and processes of a group may measure otherwise: name one")
     roles = roles_of(settings)
-    mine = [place for place in mesh_of(settings).workers() if plays(place.role, roles)]
-    if len(mine) != 1:
+    own = [place for place in mesh_of(settings).workers() if plays(place.role, roles)]
+    if len(own) != 1:
         raise MeshError(
-            f"--mesh={settings.mesh} has {len(mine)} workers of --role={settings.role}, and a group is one: write one,"
+            f"--mesh={settings.mesh} has {len(own)} workers of --role={settings.role}, and a group is one: write one,"
             " and start a group for each copy of it"
         )
-    if mine[0].pp > 1 and mine[0].schedule is not Schedule.RING:
-        stages, shards = mine[0].pp, f"tp{mine[0].tp}" * (mine[0].tp > 1)
-        one = f"ring{stages}{shards}" if mine[0].role is Role.DECODE else f"tp{len(mine[0].device_ids)}"
+    if own[0].pp > 1 and own[0].schedule is not Schedule.RING:
+        stages, shards = own[0].pp, f"tp{own[0].tp}" * (own[0].tp > 1)
+        one = f"ring{stages}{shards}" if own[0].role is Role.DECODE else f"tp{len(own[0].device_ids)}"
         raise MeshError(
-            f"--mesh={settings.mesh}: the {stages} stages of {mine[0].worker} are programs of one process, and a group"
-            f" spans several: write {mine[0].role.value}:{one}"
+            f"--mesh={settings.mesh}: the {stages} stages of {own[0].worker} are programs of one process, and a group"
+            f" spans several: write {own[0].role.value}:{one}"
         )
-    return mine[0]
+    return own[0]
 
 
 def devices_each(settings: Settings, place: GroupPlace) -> int:
-    """How many of the worker's devices each process holds. Raises MeshError."""
+    """Returns the number of the worker's devices in each process. Raises MeshError."""
     number = len(worker_of(settings).device_ids)
     if number % place.size:
         raise MeshError(
@@ -267,7 +266,7 @@ def devices_each(settings: Settings, place: GroupPlace) -> int:
 
 
 def card_of(settings: Settings, place: GroupPlace) -> Card:
-    """What this process says of itself to the others of its group."""
+    """Returns the description of this process for the others of its group."""
     files = model_files(settings)
     names = [each.name for each in fields(settings) if each.metadata["group"] in SHARED_GROUPS or each.name in SHARED]
     flags = {name: str(getattr(settings, name)) for name in names} | {"tls_cert": "given" * bool(settings.tls_cert)}
@@ -284,15 +283,15 @@ def meeting_of(settings: Settings, place: GroupPlace) -> Meeting:
 
 @dataclass(frozen=True)
 class World:
-    """How JAX's world is formed."""
+    """The address, ranks and timeouts with which JAX's world is formed."""
 
-    address: str  # of its coordinator, rank 0
+    address: str  # of JAX's coordinator, which is rank 0
     place: GroupPlace
     silence_s: float
     wait_s: float
 
     def form(self) -> None:
-        """Raises GroupUnfilled where the others do not come."""
+        """Initialises JAX's distributed runtime. Raises GroupUnfilled if the others do not join."""
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         try:
             jax.distributed.initialize(
@@ -311,7 +310,7 @@ class World:
 
 
 def free_port(coordinator: str) -> str:
-    """HOST:PORT beside the coordinator's that nobody has just now."""
+    """Returns HOST:PORT with a free port on the coordinator's host."""
     host = split_address(coordinator)[0]
     with listener_at(host, 0) as probe:
         port = probe.getsockname()[1]
@@ -319,7 +318,7 @@ def free_port(coordinator: str) -> str:
 
 
 def worker_devices(devices: Sequence[Any], place: GroupPlace, each: int) -> list[Any]:
-    """Those of the group's worker, process by process. Raises MeshError naming the member that has too few."""
+    """Returns the devices of the group's worker, process by process. Raises MeshError if a member has too few."""
     found = list[Any]()
     for rank in range(place.size):
         own = [device for device in devices if device.process_index == rank]

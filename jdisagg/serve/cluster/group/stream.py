@@ -1,7 +1,7 @@
 """One end of the ordered stream between a group's leader and a member: signed bodies, and heartbeats both ways.
 
-A record is signed in its session and direction and comes once and in order (`core/authenticated_channel.py`). An end
-that hears nothing for `silence_s` gives the other up, whatever TCP believes; so does one whose peer hung up.
+A record is signed for its session and direction and accepted once and in order (`core/authenticated_channel.py`). An
+end that receives nothing for `silence_s` seconds, or whose peer hung up, treats the other as lost.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from jdisagg.core.errors import BadTicket, JdisaggError, PeerDead, TransferTimeo
 from jdisagg.kv.transport.connection import tune
 from jdisagg.serve.cluster.link import PeriodicTask
 
-# Frames on one socket: four bytes of length, then so many bytes; TLS or not, read by one thread and written by
-# many.
+# Frames on a socket: four bytes of length, then the payload, with or without TLS. One thread reads, several write.
 #
-# The socket never blocks, since a TLS session must not be read and written at once, and since a peer that is
-# stopped takes nothing: whoever waits does so outside the lock, and wakes within a slice when the socket is cut.
+# The socket is non-blocking, because a TLS session must not be read and written at once, and because a stopped peer
+# accepts no bytes. Threads wait outside the lock and wake within a slice when the socket is cut.
 
 HEAD_BYTES = 4
 READ_BYTES = 1 << 18
@@ -34,20 +33,20 @@ T = TypeVar("T")
 
 
 class FrameSocket:
-    """`peer` says in errors who is at the other end."""
+    """Sends and receives frames on a socket. `peer` names the other end in errors."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         tune(sock)
         sock.setblocking(False)
         self.peer = peer
         self._socket, self._descriptor = sock, sock.fileno()
-        self._lock = threading.Lock()  # of the TLS session, for the moment of a call
-        self._turn = threading.Lock()  # whose frame is on its way
+        self._lock = threading.Lock()  # held during a call of the TLS session
+        self._sending = threading.Lock()  # held while a frame is sent
         self._read = bytearray()
         self._over = False
 
     def secure(self, tls: ssl.SSLContext, host: str | None, deadline_s: float) -> None:
-        """TLS over the socket: as the client of `host`, or as the server. Raises PeerDead, TransferTimeout."""
+        """Starts TLS as the client of `host`, or as the server if None. Raises PeerDead, TransferTimeout."""
         try:
             self._socket = tls.wrap_socket(
                 self._socket, server_side=host is None, server_hostname=host, do_handshake_on_connect=False
@@ -57,15 +56,15 @@ class FrameSocket:
             raise PeerDead(f"no TLS with {self.peer}: {error}") from error
 
     def send(self, payload: bytes, deadline_s: float | None = None) -> None:
-        """All of it, behind what others send. Raises PeerDead, or TransferTimeout after the deadline."""
+        """Sends a whole frame, after those of other threads. Raises PeerDead, or TransferTimeout after the deadline."""
         left = memoryview(len(payload).to_bytes(HEAD_BYTES, "big") + payload)
-        with self._turn:
+        with self._sending:
             while left:
                 data = left
                 left = left[self._attempt(lambda data=data: self._socket.send(data), select.POLLOUT, deadline_s) :]
 
     def receive(self, deadline_s: float | None = None, limit_bytes: int = MAX_RECORD_BYTES) -> bytes:
-        """The next frame. Raises PeerDead, TransferTimeout, BadTicket over the limit."""
+        """Returns the next frame. Raises PeerDead, TransferTimeout, and BadTicket over the limit."""
         while True:
             if len(self._read) >= HEAD_BYTES:
                 length = int.from_bytes(self._read[:HEAD_BYTES], "big")
@@ -75,29 +74,29 @@ class FrameSocket:
                     payload = bytes(self._read[HEAD_BYTES : HEAD_BYTES + length])
                     del self._read[: HEAD_BYTES + length]
                     return payload
-            came = self._attempt(lambda: self._socket.recv(READ_BYTES), select.POLLIN, deadline_s)
-            if not came:
+            received = self._attempt(lambda: self._socket.recv(READ_BYTES), select.POLLIN, deadline_s)
+            if not received:
                 raise PeerDead(f"{self.peer} hung up")
-            self._read += came
+            self._read += received
 
     def has_ended(self) -> bool:
-        """Whether the peer has hung up, of a socket that nobody reads just now and that has said nothing more."""
+        """Returns True if the peer has hung up. No other thread may read the socket at the same time."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poll.poll(0))
 
     def cut(self) -> None:
-        """From any thread: whoever waits here wakes with PeerDead."""
+        """Shuts the socket down; waiting threads raise PeerDead. Safe from any thread."""
         self._over = True
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # not TLS's own, which would wait
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # not the TLS shutdown, which would wait
 
     def close(self) -> None:
         self.cut()
         self._socket.close()
 
     def _attempt(self, call: Callable[[], T], wanted: int, deadline_s: float | None) -> T:
-        """`call` once the socket lets it."""
+        """Returns the result of `call`, repeated until the socket is ready. Raises PeerDead, TransferTimeout."""
         while True:
             event = wanted
             try:
@@ -135,23 +134,23 @@ BEAT = "beat"
 
 
 class GroupStream:
-    """`send` is safe from any thread, `bodies` is one thread's. `who` is the other end, for people."""
+    """Signed bodies on a socket. `send` is safe from any thread, and one thread may call `bodies`."""
 
     def __init__(self, frames: FrameSocket, secret: bytes, session: str, sides: tuple[str, str], who: str) -> None:
-        """sides: what this end is in the session, and what the other is."""
+        """`sides` has the names of this end and of the other end in the session."""
         self.frames, self.who = frames, who
         self._outgoing, self._incoming = (AuthenticatedChannel(secret, session, side) for side in sides)
-        self._turn = threading.Lock()  # records go out in the order of their numbers
+        self._sending = threading.Lock()  # records are sent in the order of their numbers
         self.heard_s = time.monotonic()
-        self.done = 0  # commands that the other end has carried out, by its last heartbeat
+        self.done = 0  # the number of the peer's last executed command, by its last heartbeat
 
     def send(self, body: dict[str, Any], deadline_s: float | None = None) -> None:
-        """Returns once the kernel has it. Raises PeerDead, TransferTimeout, BadTicket."""
-        with self._turn:
+        """Sends a body; returns when the kernel has it. Raises PeerDead, TransferTimeout, BadTicket."""
+        with self._sending:
             self.frames.send(self._outgoing.sign(body), deadline_s)
 
     def receive(self, deadline_s: float | None = None) -> dict[str, Any]:
-        """The next body, heartbeats among them. Raises PeerDead, TransferTimeout, BadTicket."""
+        """Returns the next body, a heartbeat too. Raises PeerDead, TransferTimeout, BadTicket."""
         body = self._incoming.verify(self.frames.receive(deadline_s))
         self.heard_s = time.monotonic()
         if BEAT in body and isinstance(body[BEAT], int):
@@ -159,7 +158,7 @@ class GroupStream:
         return body
 
     def bodies(self) -> Iterator[dict[str, Any]]:
-        """What is said, heartbeats apart, until the stream breaks: then as `receive`."""
+        """Yields all bodies but heartbeats until the stream breaks; then raises as `receive`."""
         while True:
             body = self.receive()
             if BEAT not in body:
@@ -170,9 +169,9 @@ class GroupStream:
 
 
 class Commands:
-    """The leader's commands, read ahead: what is heard of it counts while this process is busy with an earlier one.
+    """A queue of the leader's commands, filled by a thread, so that heartbeats count while an earlier command runs.
 
-    A leader that is lost, or says why the group ends, is told to `over` at once, whatever this process waits for.
+    `over` is called at once with the reason if the leader is lost or ends the group.
     """
 
     def __init__(self, stream: GroupStream, over: Callable[[str], None]) -> None:
@@ -181,7 +180,7 @@ class Commands:
         threading.Thread(target=self._read, name="group-commands", daemon=True).start()
 
     def next(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Raises TransferTimeout."""
+        """Waits for the next command. Raises TransferTimeout."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty as error:
@@ -200,7 +199,7 @@ class Commands:
 
 
 class Pulse:
-    """Heartbeats on these streams, and the watch over what is heard: two threads, since a send may be held up."""
+    """Sends heartbeats on streams and checks those received, in two threads, because a send may block."""
 
     def __init__(
         self,
@@ -210,8 +209,11 @@ class Pulse:
         done: Callable[[], int] = lambda: 0,
         stuck: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`over` is called with why the group ends; `done` says how many commands were carried out here, `stuck`
-        why work stands still."""
+        """`over` is called with the reason why the group ends.
+
+        `done` returns the number of the last command executed here. `stuck` returns the reason why work does not
+        progress; None if it does.
+        """
         self._streams, self._silence_s, self._over, self._done, self._stuck = streams, silence_s, over, done, stuck
         self._tasks = [PeriodicTask(silence_s / 5, self._beat), PeriodicTask(silence_s / 10, self._watch)]
 
