@@ -78,10 +78,8 @@ def expanded_prefill(
 
 
 def expanded_pages(queries: LatentQueries, pool: Array, table: Array, before: Array, most: int) -> Array:
-    """[1 + most, H, 2, page_size, D]: keys and values of the pages that are held, one sequence after another.
-
-    before: i32[S + 1], pages of the sequences before each. Page 0 is zeros; what follows the last page is not written.
-    """
+    """[1 + most, H, 2, page_size, D]: keys and values of the pages that are held, one sequence after another. before:
+    i32[S + 1], pages of the sequences before each. Page 0 is zeros; what follows the last page is not written."""
     page_size, heads = pool.shape[3], queries.up.shape[0]
     block = pages_of_block(page_size)
     item = jnp.arange(-(-most // block) * block)

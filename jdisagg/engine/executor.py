@@ -72,10 +72,8 @@ class Executor(Protocol):
         ...
 
     def check(self, shipment: Any) -> Callable[[], bool] | None:
-        """At the destination, once the shipment has landed: starts to compare its digests.
-
-        The result says, after a wait, whether what landed is what was packed; None where no digest came with it.
-        """
+        """At the destination, once the shipment has landed: starts to compare its digests. The result says, after a
+        wait, whether what landed is what was packed; None where no digest came with it."""
         ...
 
     def drop(self, shipment: Any) -> None:
@@ -83,10 +81,8 @@ class Executor(Protocol):
         ...
 
     def insert(self, shipment: Any) -> None:
-        """At the destination, once the shipment has landed: scatters it into the transfer's destination pages.
-
-        Where this raises, the caller opens the handoff's gates: nothing else would let a step go on that waits for it.
-        """
+        """At the destination, once the shipment has landed: scatters it into the transfer's destination pages. Where
+        this raises, the caller opens the handoff's gates: nothing else would let a step go on that waits for it."""
         ...
 
 

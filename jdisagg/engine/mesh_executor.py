@@ -83,7 +83,7 @@ class PackedPages:
     error_bound: float
 
     def read(self) -> tuple[np.ndarray, bool]:
-        """Returns (records u8[n, record_bytes], True if they may be kept); blocks until the devices have packed them."""
+        """Returns (records u8[n, record_bytes], True if they may be kept); blocks until they are packed."""
         records = self.form.empty(self.count)
         return records, fill_records(self.form, records, self.packed, self.error_bound)
 
@@ -365,7 +365,7 @@ class MeshExecutor:
         return tuple(wire_cost(wire, partial(pack, wire), len(nulls[0])) for wire in self.config.wires)
 
     def recompiles(self) -> int:
-        """Returns how many programs were compiled outside `warm`; above 0 if a shape or a placement was not declared."""
+        """Returns how many programs were compiled outside `warm`; above 0 if a shape or placement was undeclared."""
         declared = Counter(id(each.program) for each in self.warmed.values())
         return sum(max(0, each.num_compiled - declared[id(each)]) for each in self.table.owned)
 

@@ -36,9 +36,7 @@ class ToyFault(Exception):
 
 def next_token(tokens: list[int], sampling: SamplingParams, num_output: int) -> int:
     """The token after `tokens`, of which `num_output` are output: a polynomial hash, stops masked before min_tokens.
-
-    Every grammar allows even tokens only.
-    """
+    Every grammar allows even tokens only."""
     state = 17
     for token in tokens:
         state = (state * 31 + token + 2) % 2147483647
