@@ -46,11 +46,9 @@ from pallas_kernels.wire_format import Pool
 
 
 class PagedLayers:
-    """Runs each layer of one stage over its pages while a program is traced (`network.CallLayer`).
-
-    pools: one per layer, or a single pool with the pages of all layers one after another; replaced by the pools that
-    the layers return. live: bool[T], the rows that count in the load of experts.
-    """
+    """Runs each layer of one stage over its pages while a program is traced (`network.CallLayer`). pools: one per
+    layer, or a single pool with the pages of all layers one after another; replaced by the pools that the layers
+    return. live: bool[T], the rows that count in the load of experts."""
 
     def __init__(
         self,
@@ -312,8 +310,8 @@ class LayerGroupPrograms:
     @property
     def joined(self) -> bool:
         """Returns True if one pool holds the pages of all layers. Each array that a program takes or returns costs host
-        time per call, and a pool is both. Separate pools are kept on CPUs that convert a pool at every layer, and for
-        kernels that address one pool."""
+        time per call, and a pool is both. Pools stay separate on a CPU that converts a pool at every layer, and if a
+        GPU kernel could not address all of a joint pool."""
         converts = self.submesh.devices[0].platform == "cpu" and not self.params.in_f32
         return self.turns > 1 or (len(self.kv_layers) > 1 and not converts and not self.form.apart)
 

@@ -178,7 +178,7 @@ class Place:
 
 
 class MeshExecutor:
-    """Implements `executor.Executor`."""
+    """An `Executor` on a mesh of devices."""
 
     def __init__(
         self,
@@ -194,11 +194,9 @@ class MeshExecutor:
         load: LoadStage | None = None,
         draft: DraftModel | HeadModel | None = None,
     ) -> None:
-        """Loads the weights (by `load`) and allocates the pages; `warm` must follow before the first plan.
-
-        `layers` are the ranges of layers of this worker's stages, or of its layer groups; `devices` are this worker's,
-        stage-major. KV pages have the layout's dtype.
-        """
+        """Loads the weights (by `load`) and allocates the pages; `warm` must follow before the first plan. `layers` are
+        the ranges of layers of this worker's stages, or of its layer groups; `devices` are this worker's, stage-major.
+        KV pages have the layout's dtype."""
         self.config, self.model = config, model
         self.place = Place(source, layout, tuple(layers), tuple(devices), dtype, weights, grammars, draft)
         self.error_monitor = ErrorMonitor(config.error_bound)

@@ -182,7 +182,6 @@ class TransferTable:
 
 
 def pools_for(group: Keeper, layout: KVLayout, num_pages: int, layers: int) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of the pools that hold `layers` of the group's layers."""
     held = len(group.kv_layers) if group.joined else layers
     return abstract_pools(layout, held, num_pages, group.submesh, joined=group.joined)
 
@@ -241,7 +240,6 @@ class ProgramTable:
 
     @property
     def shapes(self) -> tuple[StageShape, ...]:
-        """Returns the descriptions of the stages that the other end of a transfer needs."""
         return self.transfers.shapes
 
     @property
@@ -277,11 +275,9 @@ class ProgramTable:
         return [*found, *declared_fills([group.adapters for group in self.layer_groups])]
 
     def departures(self, shapes: Sequence[StageShape], wires: Sequence[str] = ()) -> list[DeclaredProgram]:
-        """Returns `TransferTable.departures`; wires: the codecs, by default those of the config."""
         return self.transfers.departures(shapes, wires or self.config.wires)
 
     def arrivals(self, shapes: Sequence[StageShape], wires: Sequence[str] = ()) -> list[DeclaredProgram]:
-        """Returns `TransferTable.arrivals`; wires: the codecs, by default those of the config."""
         return self.transfers.arrivals(shapes, wires or self.config.wires)
 
     def weight_bytes(self, stage: int) -> int:
@@ -356,7 +352,6 @@ class ProgramTable:
         yield from declared_drafts(drafts, self._drawn(slots), rows, self.config)
 
     def _forced(self, forced: ForcedPrograms) -> Iterator[DeclaredProgram]:
-        """Declares the programs of steps with forced tokens; they use the widest page table."""
         slots = self.config.stage_slots
         rows = slots + self.config.forced_tokens
         yield from self._decodes("forced", self.config.table_buckets[-1], rows, rows)

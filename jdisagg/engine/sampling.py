@@ -170,11 +170,9 @@ def largest_threshold(holds: Callable[[Array], Array], slots: int) -> Array:
 
 
 def inverse(weights: Array, where: Array) -> Array:
-    """Returns i32[B]: the token at the share `where` f32[B] in [0, 1) of the cumulated weights, column by column.
-
-    First the column is found, then the row in it: each time the first index whose cumulated weight is above the target.
-    The target is kept below the last cumulated weight, so that rounding never selects a token of weight 0.
-    """
+    """Returns i32[B]: the token at the share `where` f32[B] in [0, 1) of the cumulated weights, column by column. First
+    the column is found, then the row in it: each time the first index whose cumulated weight is above the target. The
+    target is kept below the last cumulated weight, so that rounding never selects a token of weight 0."""
     columns = jnp.cumsum(column_sums(weights), axis=1)
     column, before = first_over(columns, where * columns[:, -1])
     rows = jnp.cumsum(jnp.take_along_axis(weights, column[:, None, None], axis=2)[:, :, 0], axis=1)
@@ -304,10 +302,8 @@ def sampled_rows(
     tokens: Sequence[int], wanted: Sequence[int | None], logprobs: Sequence[np.ndarray] | None
 ) -> list[Sampled]:
     """Returns row i as a `Sampled`: bare if wanted[i] is None, else with its logprob and the wanted[i] most likely
-    tokens.
-
-    `logprobs` are the host copies of the results of `token_logprobs` for the same rows; None if no row wants them.
-    """
+    tokens. `logprobs` are the host copies of the results of `token_logprobs` for the same rows; None if no row wants
+    them."""
     if logprobs is None:
         return [bare(token) for token in tokens]
     chosen, ids, values = logprobs

@@ -71,11 +71,9 @@ def noted(history: Array, state: Array) -> Array:
 
 
 def taken(history: Array, state: Array, wide: Array, tokens: Array, metadata: SamplingMetadata) -> Any:
-    """Returns (history, state, reported i32[B, 2 + drafts]) after sampling `tokens` i32[B * (1 + drafts)].
-
-    wide: the state of the rows. A slot's tokens are reported as long as each row was fed what the row before sampled,
-    and MASKED after that. The last column is the number of drafted tokens.
-    """
+    """Returns (history, state, reported i32[B, 2 + drafts]) after sampling `tokens` i32[B * (1 + drafts)]. wide: the
+    state of the rows. A slot's tokens are reported as long as each row was fed what the row before sampled, and MASKED
+    after that. The last column is the number of drafted tokens."""
     fed, drawn = wide[TOKEN].reshape(state.shape[1], -1), tokens.reshape(state.shape[1], -1)
     enabled, going, reported = wide[ENABLED].reshape(fed.shape) == 1, state, []
     for column in range(fed.shape[1]):
@@ -285,11 +283,9 @@ LATE = 16  # single-token steps whose tokens are written to the history in one c
 
 
 def guessed(history: Array, state: Array, drafts: int) -> Array:
-    """Returns n-gram drafts i32[B, drafts]; NO_GUESS if no suffix of the slot's tokens occurred before.
-
-    history i32[B, S]: tokens by position, that of `state` included. A draft that reaches the end of the known tokens
-    continues with its own tokens, so a repetition is assumed to go on.
-    """
+    """Returns n-gram drafts i32[B, drafts]; NO_GUESS if no suffix of the slot's tokens occurred before. history i32[B,
+    S]: tokens by position, that of `state` included. A draft that reaches the end of the known tokens continues with
+    its own tokens, so a repetition is assumed to go on."""
     position, places = state[POSITION][:, None], jnp.arange(history.shape[1])[None, :]
     alike, ends = jnp.ones(history.shape, jnp.bool_), jnp.full(state.shape[1:], NO_GUESS, jnp.int32)
     for back in range(MAX_NGRAM):
@@ -306,11 +302,8 @@ def guessed(history: Array, state: Array, drafts: int) -> Array:
 
 def widened(history: Array, state: Array, widths: Array, given: Array) -> Array:
     """Returns the state i32[4, B * (1 + drafts)] of a step's rows, those of a slot consecutive: its token and its
-    draft.
-
-    `widths` i32[B] is how many of them may sample. `given` i32[B, drafts] are the host's drafts: FREE for rows whose
-    drafts are made on the device, NO_GUESS behind a draft's end.
-    """
+    draft. `widths` i32[B] is how many of them may sample. `given` i32[B, drafts] are the host's drafts: FREE for rows
+    whose drafts are made on the device, NO_GUESS behind a draft's end."""
     drafts = given.shape[1]
     guess = jnp.where(given == FREE, guessed(history, state, drafts), given)
     tokens = jnp.concatenate([state[TOKEN][:, None], guess], axis=1)
@@ -322,7 +315,6 @@ def widened(history: Array, state: Array, widths: Array, given: Array) -> Array:
 
 
 def with_tokens(history: Array, row: Array, tokens: Array) -> Array:
-    """Returns the history with one slot's tokens replaced by `tokens` i32[S]."""
     return history.at[row].set(tokens)
 
 
@@ -350,8 +342,6 @@ class HeadSteps(Protocol):
 
 
 class DraftPrograms:
-    """The programs of steps with drafts, besides those of single-token steps."""
-
     def __init__(self, layers: DraftLayers | None = None) -> None:
         """Makes the programs; layers: of the draft model, if there is one."""
         self.layers, self.widen = layers, Program(widened)
