@@ -1,4 +1,4 @@
-"""Unpacking KV, the definition: the digest of the received pages, rows dequantised, one indexed assignment per layer."""
+"""Unpacking KV, the definition: the digest of the received pages, rows dequantised, one assignment per layer."""
 
 from collections.abc import Sequence
 
