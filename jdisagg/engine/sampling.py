@@ -27,8 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.core.events import Sampled
-from jdisagg.core.request import BROKEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from jdisagg.core.request import BROKEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, Sampled, SamplingParams
 from jdisagg.core.steps import DecodeRows, History
 
 NUM_TOP = MAX_LOGPROBS
