@@ -78,9 +78,9 @@ class AdapterSlots:
         self._free = list(range(slots))
         self._unreadable: set[Adapter] = set()
 
-    def here(self, asked: Iterable[SamplingParams]) -> None:
+    def load(self, rows: Iterable[SamplingParams]) -> None:
         """Loads the adapters that the rows need into slots, except those that cannot be read."""
-        wanted = dict.fromkeys(each.adapter for each in asked if each.adapter is not None)
+        wanted = dict.fromkeys(each.adapter for each in rows if each.adapter is not None)
         self._unreadable &= wanted.keys()  # retried after a step without requests for it
         for adapter in wanted:
             if adapter in self._slots:

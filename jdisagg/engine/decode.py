@@ -99,7 +99,7 @@ class Microbatch:
         """Applies the plan to the host copy; returns the delta i32[4, B] to send, or None if the state is unchanged."""
         if plan is self.rows.taken and not (plan.admit or plan.grants or plan.retire or plan.read):
             return None
-        self.rows.taken, self.rows.asked = plan, None
+        self.rows.taken, self.rows.batch = plan, None
         delta = np.zeros((4, self.size), np.int32)
         for slot in plan.retire:
             self.sampling[slot - self.first_slot] = None
@@ -162,12 +162,12 @@ class Microbatch:
         """Returns the mask of allowed tokens, see `GrammarMasks.allowed`."""
         return self.masks.allowed(slot - self.first_slot for slot in active) if self.masks.places else None
 
-    def asked(self, active: tuple[int, ...]) -> BatchSampling:
-        if self.rows.asked is None or self.rows.asked.active is not active:
+    def batch_sampling(self, active: tuple[int, ...]) -> BatchSampling:
+        if self.rows.batch is None or self.rows.batch.active is not active:
             found = [sampling for slot in active if (sampling := self.sampling[slot - self.first_slot]) is not None]
             assert len(found) == len(active), f"an active slot of {active} holds no sequence"
-            self.rows.asked = BatchSampling.of(active, found)
-        return self.rows.asked
+            self.rows.batch = BatchSampling.of(active, found)
+        return self.rows.batch
 
 
 class Drawing(Protocol):
@@ -201,8 +201,8 @@ class PendingRows:
         rows = np.array(self.plan.active, np.int64) - self.first_slot  # may be empty
         scores = None if logprobs is None else [part[rows] for part in logprobs]
         drawn = sampled_rows(tokens[rows].tolist(), self.wanted, scores)
-        told = [None if each.token == MASKED else (each,) for each in drawn]
-        return tuple(zip(self.plan.active, told, strict=True))
+        reported = [None if each.token == MASKED else (each,) for each in drawn]
+        return tuple(zip(self.plan.active, reported, strict=True))
 
     def guessed(self) -> tuple[()]:
         return ()
@@ -260,18 +260,18 @@ class Decoder(DrawPrograms):
 
     def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
         """Samples tokens and the next state from one step's logits f32[B, V] on the device that samples."""
-        asked, allowed = batch.asked(plan.active), batch.allowed(plan.active)
-        tokens = self._draw(batch, logits if allowed is None else self.mask(logits, allowed), asked)
-        logprobs = self.logprobs(logits, tokens) if asked.scored else None
+        sampling, allowed = batch.batch_sampling(plan.active), batch.allowed(plan.active)
+        tokens = self._draw(batch, logits if allowed is None else self.mask(logits, allowed), sampling)
+        logprobs = self.logprobs(logits, tokens) if sampling.scored else None
         for array in (tokens, *(logprobs or ())):
             array.copy_to_host_async()
-        return PendingRows(plan, batch.first_slot, tokens, asked.wanted, logprobs)
+        return PendingRows(plan, batch.first_slot, tokens, sampling.wanted, logprobs)
 
-    def _draw(self, batch: Microbatch, logits: Array, asked: BatchSampling) -> Array:
-        if asked.plain:
+    def _draw(self, batch: Microbatch, logits: Array, sampling: BatchSampling) -> Array:
+        if sampling.plain:
             batch.state, tokens = self.draw_greedy(logits, batch.state, batch.metadata)
             return tokens
         batch.state, tokens = self.draw(logits, batch.state, batch.metadata, batch.counts)
-        if asked.penalised:
+        if sampling.penalised:
             batch.counts = self.count(batch.counts, tokens)
         return tokens

@@ -335,10 +335,10 @@ class MeshExecutor:
             declared += [(self, each) for each in self.table.departures(peer.table.shapes)]
             declared += [(peer, each) for each in peer.table.arrivals(self.table.shapes)]
         declared = [each for each in declared if each[1].submesh.local_devices]  # others run in other processes
-        cold = {each.key: (machine, each) for machine, each in declared if each.key not in machine.warmed}
-        for done, (machine, each) in enumerate(cold.values()):
-            progress(each.label if machine is self else f"{machine.config.worker} {each.label}", done, len(cold))
-            machine.warm_one(each)
+        cold = {each.key: (executor, each) for executor, each in declared if each.key not in executor.warmed}
+        for done, (executor, each) in enumerate(cold.values()):
+            progress(each.label if executor is self else f"{executor.config.worker} {each.label}", done, len(cold))
+            executor.warm_one(each)
         progress("ready", len(cold), len(cold))
 
     def warm_one(self, declared: DeclaredProgram) -> None:
@@ -407,60 +407,60 @@ class Shape:
     layers: tuple[range, ...]
 
 
-def shape_of(machine: MeshExecutor) -> Shape:
-    return Shape(machine.config, machine.place.layout, machine.place.layers)
+def shape_of(executor: MeshExecutor) -> Shape:
+    return Shape(executor.config, executor.place.layout, executor.place.layers)
 
 
-def reshaped(machine: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWeights]:
+def reshaped(executor: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWeights]:
     """Returns (a new executor on the same devices, the weights that were moved and those that were read again)."""
-    held, place = HeldWeights(), machine.place
-    for group in machine.layer_groups:
+    held, place = HeldWeights(), executor.place
+    for group in executor.layer_groups:
         group.kv.pools.clear()
-    _give_up_draft(machine)
-    for group in machine.layer_groups:
-        spec = StageSpec(machine.model, group.layers, group.submesh.mesh, place.dtype, place.weights)
+    _give_up_draft(executor)
+    for group in executor.layer_groups:
+        spec = StageSpec(executor.model, group.layers, group.submesh.mesh, place.dtype, place.weights)
         held.add(whole_stage(group.given_up(), spec), spec)
-    return _made(machine, shape, held), held
+    return _make_executor(executor, shape, held), held
 
 
-def read_anew(machine: MeshExecutor, shape: Shape) -> MeshExecutor:
+def read_anew(executor: MeshExecutor, shape: Shape) -> MeshExecutor:
     """Returns the executor after a reshape failed half way; all weights are read from their source again."""
-    for group in machine.layer_groups:
+    for group in executor.layer_groups:
         group.params.leaves.clear()
         group.kv.pools.clear()
-    _give_up_draft(machine)
-    return _made(machine, shape, None)
+    _give_up_draft(executor)
+    return _make_executor(executor, shape, None)
 
 
-def _give_up_draft(machine: MeshExecutor) -> None:
+def _give_up_draft(executor: MeshExecutor) -> None:
     """Frees the draft model. It is small and is loaded again if the new executor decodes."""
-    if machine.draft is not None:
-        machine.draft.params.leaves.clear()
-        machine.draft.kv.pools.clear()
+    if executor.draft is not None:
+        executor.draft.params.leaves.clear()
+        executor.draft.kv.pools.clear()
 
 
-def _made(machine: MeshExecutor, shape: Shape, held: HeldWeights | None) -> MeshExecutor:
-    place = replace(machine.place, layout=shape.layout, layers=shape.layers)
+def _make_executor(executor: MeshExecutor, shape: Shape, held: HeldWeights | None) -> MeshExecutor:
+    place = replace(executor.place, layout=shape.layout, layers=shape.layers)
     parts = place.source, place.layout, place.layers, place.devices, place.dtype, place.weights, place.grammars
     if held is None:
-        return MeshExecutor(shape.config, machine.model, *parts, draft=place.draft)
+        return MeshExecutor(shape.config, executor.model, *parts, draft=place.draft)
     load = held.load if shape.config.max_loras else partial(load_held, held)
-    return MeshExecutor(shape.config, machine.model, *parts, load=load, draft=place.draft)
+    return MeshExecutor(shape.config, executor.model, *parts, load=load, draft=place.draft)
 
 
 Owned = tuple[MeshExecutor, DeclaredProgram]
 
 
-def programs_with(machine: MeshExecutor, others: Sequence[MeshExecutor]) -> Iterator[Owned]:
+def programs_with(executor: MeshExecutor, others: Sequence[MeshExecutor]) -> Iterator[Owned]:
     """Yields an executor's steps and the programs for KV transfers with the others, each with the executor that runs
     it."""
-    yield from ((machine, each) for each in [*machine.table.steps(), *machine.table.transfers.tier_moves()])
+    yield from ((executor, each) for each in [*executor.table.steps(), *executor.table.transfers.tier_moves()])
     for other in others:
-        roles = machine.config.role, other.config.role
+        roles = executor.config.role, other.config.role
         if roles == (Role.PREFILL, Role.DECODE):
-            yield from _between(machine, other)
+            yield from _between(executor, other)
         elif roles == (Role.DECODE, Role.PREFILL):
-            yield from _between(other, machine)
+            yield from _between(other, executor)
 
 
 def _between(source: MeshExecutor, destination: MeshExecutor) -> Iterator[Owned]:
@@ -471,7 +471,7 @@ def _between(source: MeshExecutor, destination: MeshExecutor) -> Iterator[Owned]
 def compile_cold(programs: Sequence[Owned]) -> list[Owned]:
     """Compiles the programs that are not warm, from the compilation cache if they are in it; runs nothing. Returns
     these programs; a call of each is quick from now on."""
-    cold = {each.key: (machine, each) for machine, each in programs if each.key not in machine.warmed}
+    cold = {each.key: (executor, each) for executor, each in programs if each.key not in executor.warmed}
     for _, each in cold.values():
         each.program.lower(*each.arguments).compile()
     return list(cold.values())

@@ -207,14 +207,14 @@ class MultiStep(MultiStepPrograms):
 
     def run(self, step_id: int, plan: DecodeRows, batch: Microbatch) -> PendingMultiStep:
         """Dispatches several steps of a microbatch to which the plan's changes were sent."""
-        asked = batch.asked(plan.active)
-        kind = PLAIN if asked.plain else DRAWN
+        sampling = batch.batch_sampling(plan.active)
+        kind = PLAIN if sampling.plain else DRAWN
         drawn = self._dispatch(kind, self._slots(plan, batch))
         batch.state = self._held.submesh.first_copy(drawn.state)
         drawn.tokens.copy_to_host_async()
         load = self._held.load
         counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ((load, load.taken()),) if self._held.sparse else ()
-        return PendingMultiStep(step_id, plan, drawn, asked.wanted, counts)
+        return PendingMultiStep(step_id, plan, drawn, sampling.wanted, counts)
 
     def _dispatch(self, kind: str, slots: Slots) -> Drawn:
         kv = self._held.kv
@@ -307,11 +307,11 @@ class PendingPipelinedMultiStep:
     counts: tuple[tuple[ExpertLoad, list[Array]], ...]
 
     def read(self) -> StepDone:
-        told = self._rows(chain.from_iterable([step.read() for step in self.steps]))
+        rows = self._rows(chain.from_iterable([step.read() for step in self.steps]))
         for load, taken in self.counts:
             load.read(taken)
         guessed = tuple(chain.from_iterable(step.guessed() for step in self.steps))
-        return StepDone(self.step_id, told, (), (), guessed=guessed)
+        return StepDone(self.step_id, rows, (), (), guessed=guessed)
 
     def _rows(self, drawn: chain[tuple[int, tuple[Sampled, ...] | None]]) -> DrawnRows:
         by_slot: dict[int, list[Sampled]] = {slot: [] for slot in self.plan.active}
@@ -329,14 +329,14 @@ def declared_multi_step(turns: MultiStepPrograms, step: DeclaredProgram) -> list
     slots, submesh = state.shape[1], turns.group.submesh
     metadata = (slots, INT_COLUMNS), (slots, FLOAT_COLUMNS)
     drawn = SamplingMetadata(whole(submesh, metadata[0]), whole(submesh, metadata[1], jnp.float32))  # pyright: ignore[reportArgumentType]
-    told = Slots(table, state, whole(submesh, (slots,)), whole(submesh, ()), drawn)  # pyright: ignore[reportArgumentType]
+    inputs = Slots(table, state, whole(submesh, (slots,)), whole(submesh, ()), drawn)  # pyright: ignore[reportArgumentType]
     room = step.batch_bytes + logit_bytes(turns.group.config, slots)
     return [
         replace(
             step,
             kind=f"turns {kind}",
             program=program,
-            batch=(told,),
+            batch=(inputs,),
             batch_bytes=room,
             loops=(turns.most, *step.loops),
         )

@@ -310,12 +310,12 @@ class RingRunner:
         rows = plan.decode
         assert rows is not None and plan.prefill is None and not rows.gates, "a ring decodes, and waits at no gate"
         self.slots.send_changes(rows, self.ring.steer, self.ring.set_row)
-        asked, allowed = self.slots.asked(rows.active), self.slots.allowed(rows.active)
+        sampling, allowed = self.slots.batch_sampling(rows.active), self.slots.allowed(rows.active)
         if self.adapters is not None:
-            self.adapters.here(asked.each)
+            self.adapters.load(sampling.each)
             self.slots.find_adapters(self.adapters, rows.active)
-        kind = SCORED if asked.scored else DRAWN
-        kind = PLAIN if kind == DRAWN and allowed is None and asked.plain else kind
+        kind = SCORED if sampling.scored else DRAWN
+        kind = PLAIN if kind == DRAWN and allowed is None and sampling.plain else kind
         drawn = self.ring.dispatch(kind, self._slots(rows, kind, allowed))
         self.slots.state = drawn.state
         if drawn.output is not None:
@@ -323,7 +323,7 @@ class RingRunner:
         for array in (drawn.tokens, *(drawn.logprobs or ())):
             array.copy_to_host_async()
         counts = tuple((stage.load, stage.load.taken()) for stage in self.ring.stages if stage.sparse)
-        return PendingMultiStep(plan.step_id, rows, drawn, asked.wanted, counts)
+        return PendingMultiStep(plan.step_id, rows, drawn, sampling.wanted, counts)
 
     def _slots(self, rows: DecodeRows, kind: str, allowed: Array | None) -> Slots:
         table, batch = self.slots.table_on(self.ring.ring, rows.table_pages), self.slots

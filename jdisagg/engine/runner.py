@@ -203,24 +203,24 @@ class Runner:
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         """Dispatches a step, see `executor.Executor.run`."""
         if plan.decode is not None and self.joint is not None:
-            return self._go_round(plan.step_id, plan.decode, self.joint)
+            return self._run_pipelined(plan.step_id, plan.decode, self.joint)
         if plan.decode is not None and plan.decode.turns:
-            return self._take_turns(plan)
+            return self._run_multi_step(plan)
         return self.gates.run(plan.decode.gates if plan.decode else (), self._stages(plan, group_done))
 
-    def _take_turns(self, plan: StepPlan) -> PendingMultiStep:
+    def _run_multi_step(self, plan: StepPlan) -> PendingMultiStep:
         assert plan.prefill is None and plan.decode and not plan.decode.gates, "turns hold rows alone, wait at no gate"
-        slots, _ = self._begun(plan.decode, None)
+        slots, _ = self._begin(plan.decode, None)
         assert slots is not None and self.turns is not None, f"{self.config.worker} takes single steps"
         pending = self.turns.run(plan.step_id, plan.decode, slots.batch)
         if isinstance(self.decoder, DraftingDecoder):
             self.decoder.took_turns(slots.batch, pending.drawn.tokens.addressable_data(0))
         return pending
 
-    def _go_round(self, step_id: int, rows: DecodeRows, joint: PipelinedMultiStep) -> PendingPipelinedMultiStep:
+    def _run_pipelined(self, step_id: int, rows: DecodeRows, joint: PipelinedMultiStep) -> PendingPipelinedMultiStep:
         drawn = list[Drawing]()
         for step in joint.of(rows):
-            slots, _ = self._begun(step, None)
+            slots, _ = self._begin(step, None)
             assert slots is not None and self.decoder is not None, f"{self.config.worker} does not decode"
             if step.active:  # else the step only retires slots
                 drawn.append(self.decoder.finish(slots.batch, step, self._logits(slots)))
@@ -235,7 +235,7 @@ class Runner:
 
     def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> StagedStep[Pending]:
         """Dispatches the step layer group by layer group; the groups of a decode worker are its stages."""
-        slots, prompts, x = *self._begun(plan.decode, plan.prefill), None
+        slots, prompts, x = *self._begin(plan.decode, plan.prefill), None
         for stage, group in enumerate(self.layer_groups):
             yield stage
             if x is not None and group_done is not None:
@@ -245,17 +245,17 @@ class Runner:
 
     def activations(self, rows: DecodeRows | None, chunks: PrefillChunks | None) -> Any:
         """Returns the last layer group's result for a step, without sampling."""
-        slots, prompts, x = *self._begun(rows, chunks), None
+        slots, prompts, x = *self._begin(rows, chunks), None
         for group in self.layer_groups:
             x = self.through(group, slots, prompts, x)
         return x
 
-    def _begun(self, rows: DecodeRows | None, chunks: PrefillChunks | None) -> tuple[Slots | None, Prompts | None]:
+    def _begin(self, rows: DecodeRows | None, chunks: PrefillChunks | None) -> tuple[Slots | None, Prompts | None]:
         """Returns the step's rows and chunks with their host changes sent and their adapters loaded."""
         slots = self.slots(rows)
         if self.adapters is not None:
-            asked = slots.batch.asked(slots.plan.active).each if slots else []
-            self.adapters.here([*asked, *(chunk.sampling for chunk in (chunks.chunks if chunks else ()))])
+            sampling = slots.batch.batch_sampling(slots.plan.active).each if slots else []
+            self.adapters.load([*sampling, *(chunk.sampling for chunk in (chunks.chunks if chunks else ()))])
             if slots is not None:
                 slots.batch.find_adapters(self.adapters, slots.plan.active)
         return slots, self.prompts(chunks)

@@ -262,7 +262,7 @@ class SamplingRows:
         self.floats = np.zeros((rows, FLOAT_COLUMNS), np.float32)
         self.floats[:, [TOP_P, REPETITION]] = 1.0
         self.taken: DecodeRows | None = None  # the plan that was applied last
-        self.asked: BatchSampling | None = None  # cached for the last plan
+        self.batch: BatchSampling | None = None  # cached for the last plan
         self.adapters: np.ndarray | None = None  # i32[rows]: adapter slots; None if rows have no adapters
 
     def set(self, row: int, sampling: SamplingParams, output_start: int) -> None:

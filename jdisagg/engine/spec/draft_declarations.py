@@ -45,8 +45,8 @@ def declared_drafts(
             yield replace(found, donated_bytes=0)
     yield slots.program("draw note", programs.note, (history, state, *drawn), size)
     if turns > 1:
-        told = history, state, slots.ints(turns, number)
-        yield slots.program("draw note turns", programs.note_turns, told, size)
+        batch = history, state, slots.ints(turns, number)
+        yield slots.program("draw note turns", programs.note_turns, batch, size)
     yield slots.program("draw set tokens", programs.set_tokens, (history, slots.ints(), slots.ints(length)), size)
     if programs.head is not None:
         yield from programs.head.declared(slots, widths)
@@ -57,15 +57,15 @@ def declared_drafts(
 def _of_width(programs: DraftPrograms, slots: Drawn, rows: Drawn, length: int) -> Iterator[DeclaredProgram]:
     number = slots.rows
     drafts, logits = rows.rows // number - 1, rows.logits
-    history, state, told = slots.ints(number, length), slots.ints(4, number), slots.ints(number, 2 + drafts)
+    history, state, reported = slots.ints(number, length), slots.ints(4, number), slots.ints(number, 2 + drafts)
     size, held = local_bytes(history), (history, state, slots.ints(4, rows.rows), logits, slots.metadata)
     guess = history, state, slots.ints(number), slots.ints(number, drafts)
     yield rows.program("draw guess", programs.widen, guess)
     yield rows.program("draw verify mask", programs.mask, (logits, rows.masks))
     yield rows.program("draw verify greedy", programs.verify_greedy, held, size)
     yield rows.program("draw verify", programs.verify, (*held, slots.counts), size)
-    yield rows.program("draw verify logprobs", programs.logprobs, (logits, told))
-    yield rows.program("draw verify count", programs.count, (slots.counts, told), local_bytes(slots.counts.output))
+    yield rows.program("draw verify logprobs", programs.logprobs, (logits, reported))
+    yield rows.program("draw verify count", programs.count, (slots.counts, reported), local_bytes(slots.counts.output))
 
 
 def _guesses(layers: DraftLayers, stage: int, slots: int, length: int) -> Iterator[DeclaredProgram]:

@@ -78,8 +78,8 @@ def taken(history: Array, state: Array, wide: Array, tokens: Array, metadata: Sa
     enabled, going, reported = wide[ENABLED].reshape(fed.shape) == 1, state, []
     for column in range(fed.shape[1]):
         on = enabled[:, column] if column == 0 else enabled[:, column] & (fed[:, column] == reported[-1])
-        going, told = advanced(going.at[ENABLED].set(on.astype(jnp.int32)), drawn[:, column], metadata)
-        reported.append(told)
+        going, column_tokens = advanced(going.at[ENABLED].set(on.astype(jnp.int32)), drawn[:, column], metadata)
+        reported.append(column_tokens)
         history = noted(history, going)
     guesses = jnp.where(running(state), jnp.sum(enabled[:, 1:], axis=1, dtype=jnp.int32), 0)
     return history, going.at[ENABLED].set(state[ENABLED]), jnp.stack([*reported, guesses], axis=1)
@@ -99,9 +99,9 @@ def verified(
     history: Array, state: Array, wide: Array, logits: Array, metadata: SamplingMetadata, counts: Counts
 ) -> Any:
     """Samples and verifies with all sampling parameters: `taken` for logits f32[B * (1 + drafts), V]."""
-    asked, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
+    penalties, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
     logits = jax.lax.cond(
-        jnp.any(asked != neutral), penalised_ahead, lambda logits, *_: logits, logits, wide, metadata, counts
+        jnp.any(penalties != neutral), penalised_ahead, lambda logits, *_: logits, logits, wide, metadata, counts
     )
     own = repeated(metadata, logits.shape[0])
     return taken(history, state, wide, pick(logits, own, None, wide[POSITION] + 1), metadata)
@@ -118,16 +118,16 @@ def penalised_ahead(logits: Array, wide: Array, metadata: SamplingMetadata, coun
     return jnp.stack(rows, axis=1).reshape(logits.shape)
 
 
-def counted_drafts(counts: Counts, told: Array) -> Counts:
+def counted_drafts(counts: Counts, reported: Array) -> Counts:
     """Returns the counts with all sampled tokens of the drafts' rows added."""
-    for column in range(told.shape[1] - 1):
-        counts = counted(counts, told[:, column])
+    for column in range(reported.shape[1] - 1):
+        counts = counted(counts, reported[:, column])
     return counts
 
 
-def drafts_logprobs(logits: Array, told: Array) -> tuple[Array, Array, Array]:
+def drafts_logprobs(logits: Array, reported: Array) -> tuple[Array, Array, Array]:
     """Returns `token_logprobs` of every row of the drafts."""
-    return token_logprobs(logits, told[:, :-1].reshape(-1))
+    return token_logprobs(logits, reported[:, :-1].reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class PendingDrafts:
 
     plan: DecodeRows
     first_slot: int
-    told: Array  # i32[B, 2 + drafts], reported by `taken`
+    reported: Array  # i32[B, 2 + drafts], reported by `taken`
     wanted: list[int | None]  # SamplingParams.logprobs of the active slots
     logprobs: tuple[Array, Array, Array] | None  # of B * (1 + drafts) rows
     kinds: list[str]  # of the active slots: the source of their drafts
@@ -144,19 +144,19 @@ class PendingDrafts:
     def read(self) -> DrawnRows:
         """Returns the sampled rows, see `StepDone`; blocks until they are on the host."""
         rows = [slot - self.first_slot for slot in self.plan.active]
-        drawn, width = np.asarray(self.told)[:, :-1].tolist(), self.told.shape[1] - 1
+        drawn, width = np.asarray(self.reported)[:, :-1].tolist(), self.reported.shape[1] - 1
         parts = None if self.logprobs is None else [np.asarray(each) for each in self.logprobs]
         drawn_rows = []
         for slot, row, number in zip(self.plan.active, rows, self.wanted, strict=True):
             tokens = [token for token in drawn[row] if token != MASKED]
             own = slice(row * width, row * width + len(tokens))
-            told = sampled_rows(tokens, [number] * len(tokens), parts and [part[own] for part in parts])
-            drawn_rows.append((slot, tuple(told) or None))
+            accepted = sampled_rows(tokens, [number] * len(tokens), parts and [part[own] for part in parts])
+            drawn_rows.append((slot, tuple(accepted) or None))
         return tuple(drawn_rows)
 
     def guessed(self) -> tuple[tuple[int, str, int], ...]:
         """Returns (slot, draft source, drafted tokens) of the slots with drafts, see `StepDone.guessed`."""
-        numbers = np.asarray(self.told)[:, -1].tolist()
+        numbers = np.asarray(self.reported)[:, -1].tolist()
         found = [
             (slot, kind, numbers[slot - self.first_slot])
             for slot, kind in zip(self.plan.active, self.kinds, strict=True)
@@ -190,7 +190,7 @@ class DraftReading:
         self.layers, self.batch, self.steps = layers, batch, 0
         self.fed: Array = batch.put(np.zeros(batch.size, np.int32))  # tokens whose KV is in the pages
         self.arriving: dict[int, Admission] = {}  # admitted slots whose pages may still be in transfer
-        self.asked: dict[int, PendingDraftRead] = {}
+        self.lookups: dict[int, PendingDraftRead] = {}
         self.unread: dict[int, int] = {}  # upper bound of the tokens before the next one without KV
         worker = layers.worker
         self.places = batch.put((np.arange(layers.primed_tokens, dtype=np.int32), np.int32(worker.page_size)))
@@ -213,7 +213,7 @@ class DraftReading:
             self._look()
 
     def _forget(self, row: int) -> None:
-        for each in (self.arriving, self.asked, self.unread):
+        for each in (self.arriving, self.lookups, self.unread):
             each.pop(row, None)
 
     def _look(self) -> None:
@@ -228,12 +228,12 @@ class DraftReading:
             found = self.layers.found(admission)
             self._restart(row, found)
             found.copy_to_host_async()
-            self.asked[row], self.unread[row] = PendingDraftRead(self.steps, admission.position, found), 0
+            self.lookups[row], self.unread[row] = PendingDraftRead(self.steps, admission.position, found), 0
         self.arriving.clear()
-        for row, asked in list(self.asked.items()):
-            if self.steps >= asked.step + KNOWN_AFTER:
-                del self.asked[row]
-                self.unread[row] += asked.position - int(np.asarray(asked.found))
+        for row, lookup in list(self.lookups.items()):
+            if self.steps >= lookup.step + KNOWN_AFTER:
+                del self.lookups[row]
+                self.unread[row] += lookup.position - int(np.asarray(lookup.found))
 
     def _restart(self, row: int, found: np.ndarray | Array) -> None:
         self.fed = self.layers.set_fed(self.fed, *self.batch.put((np.asarray(row, np.int32), found)))
@@ -498,21 +498,21 @@ class DraftingDecoder(Decoder):
         guesses = self._guesses_of(batch)
         if guesses.wide is None:
             return super().finish(batch, plan, logits)
-        asked = batch.asked(plan.active).each
-        told = self._verify(batch, guesses, guesses.wide, logits, plan)
-        wanted, logprobs = [sampling.logprobs for sampling in asked], None
+        all_sampling = batch.batch_sampling(plan.active).each
+        reported = self._verify(batch, guesses, guesses.wide, logits, plan)
+        wanted, logprobs = [sampling.logprobs for sampling in all_sampling], None
         if any(number is not None for number in wanted):
-            logprobs = self.drafts.logprobs(logits, told)
-        for array in (told, *(logprobs or ())):
+            logprobs = self.drafts.logprobs(logits, reported)
+        for array in (reported, *(logprobs or ())):
             array.copy_to_host_async()
         forced = batch.masks.places.keys() - set(guesses.judged)
         kinds = [GRAMMAR if slot - batch.first_slot in forced else self.drafts.guesser for slot in plan.active]
-        return PendingDrafts(plan, batch.first_slot, told, wanted, logprobs, kinds)
+        return PendingDrafts(plan, batch.first_slot, reported, wanted, logprobs, kinds)
 
-    def _draw(self, batch: Microbatch, logits: Array, asked: BatchSampling) -> Array:
+    def _draw(self, batch: Microbatch, logits: Array, sampling: BatchSampling) -> Array:
         """Samples with the programs of the decoder without drafts; the history gets the tokens later, many steps at
         once."""
-        tokens, guesses = super()._draw(batch, logits, asked), self._guesses_of(batch)
+        tokens, guesses = super()._draw(batch, logits, sampling), self._guesses_of(batch)
         guesses.unnoted.append(tokens)
         if len(guesses.unnoted) == LATE:
             self._note(batch, guesses)
@@ -530,19 +530,19 @@ class DraftingDecoder(Decoder):
         guesses.history = self.drafts.note_turns(guesses.history, batch.state, tokens)
 
     def _verify(self, batch: Microbatch, guesses: Guesses, wide: Array, logits: Array, plan: DecodeRows) -> Array:
-        asked = batch.asked(plan.active).each
-        if any(sampling.grammar for sampling in asked):
+        all_sampling = batch.batch_sampling(plan.active).each
+        if any(sampling.grammar for sampling in all_sampling):
             rows = [slot - batch.first_slot for slot in plan.active]
             self._judge(batch, guesses.judged, wide)
             logits = self.drafts.mask(logits, batch.masks.allowed_behind(rows, wide.shape[1] // batch.size - 1))
         held = guesses.history, batch.state, wide, logits
-        if all(is_plain(sampling) for sampling in asked):
-            guesses.history, batch.state, told = self.drafts.verify_greedy(*held, batch.metadata)
-            return told
-        guesses.history, batch.state, told = self.drafts.verify(*held, batch.metadata, batch.counts)
-        if any(sampling.penalised for sampling in asked):
-            batch.counts = self.drafts.count(batch.counts, told)
-        return told
+        if all(is_plain(sampling) for sampling in all_sampling):
+            guesses.history, batch.state, reported = self.drafts.verify_greedy(*held, batch.metadata)
+            return reported
+        guesses.history, batch.state, reported = self.drafts.verify(*held, batch.metadata, batch.counts)
+        if any(sampling.penalised for sampling in all_sampling):
+            batch.counts = self.drafts.count(batch.counts, reported)
+        return reported
 
     def _judge(self, batch: Microbatch, judged: Sequence[int], wide: Array) -> None:
         """Hands drafts that were made on the device to the grammar masks. The drafts are ready before the layers have

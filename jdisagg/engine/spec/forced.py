@@ -57,13 +57,13 @@ def taken(state: Array, behind: Array, tokens: Array, metadata: SamplingMetadata
     drawn = jnp.zeros((slots, most + 1), jnp.int32).at[:, 0].set(tokens[:slots])
     drawn = drawn.at[at].set(tokens[slots:], mode="drop")
     going, first = advanced(state, drawn[:, 0], metadata)
-    told = [first]
+    reported = [first]
     for column in range(1, most + 1):
-        on = (fed[:, column] >= 0) & (fed[:, column] == told[-1])
+        on = (fed[:, column] >= 0) & (fed[:, column] == reported[-1])
         going, each = advanced(going.at[ENABLED].set(on.astype(jnp.int32)), drawn[:, column], metadata)
-        told.append(each)
-    behind_told = jnp.where(behind[USED] == 1, jnp.stack(told, axis=1)[behind[SLOT], behind[AHEAD]], MASKED)
-    return going.at[ENABLED].set(state[ENABLED]), jnp.concatenate([first, behind_told])
+        reported.append(each)
+    behind_reported = jnp.where(behind[USED] == 1, jnp.stack(reported, axis=1)[behind[SLOT], behind[AHEAD]], MASKED)
+    return going.at[ENABLED].set(state[ENABLED]), jnp.concatenate([first, behind_reported])
 
 
 def draw_forced_greedy(logits: Array, state: Array, behind: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
@@ -74,9 +74,9 @@ def draw_forced(
     logits: Array, state: Array, behind: Array, metadata: SamplingMetadata, counts: Counts
 ) -> tuple[Array, Array]:
     """Samples with all sampling parameters: `taken` for logits f32[B + K, V]."""
-    asked, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
+    penalties, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
     logits = jax.lax.cond(
-        jnp.any(asked != neutral), penalised_behind, lambda logits, *_: logits, logits, behind, metadata, counts
+        jnp.any(penalties != neutral), penalised_behind, lambda logits, *_: logits, logits, behind, metadata, counts
     )
     owners = jnp.concatenate([jnp.arange(state.shape[1]), behind[SLOT]])
     drawn = pick(logits, of_slots(metadata, owners), None, widened(state, behind)[POSITION] + 1)
@@ -99,11 +99,11 @@ def penalised_behind(logits: Array, behind: Array, metadata: SamplingMetadata, c
     return jnp.concatenate(parts)
 
 
-def counted_forced(counts: Counts, behind: Array, told: Array) -> Counts:
+def counted_forced(counts: Counts, behind: Array, reported: Array) -> Counts:
     """Returns the counts with all sampled tokens added."""
     slots, vocab_size = counts.output.shape
     owners = jnp.concatenate([jnp.arange(slots), behind[SLOT]])
-    tokens = jnp.where(told < 0, vocab_size, told)
+    tokens = jnp.where(reported < 0, vocab_size, reported)
     return counts._replace(output=counts.output.at[owners, tokens].add(1, mode="drop"))
 
 
@@ -122,13 +122,13 @@ def declared_forced(programs: ForcedPrograms, slots: Drawn, rows: Drawn) -> Iter
     """Yields the programs of `ForcingDecoder`: `slots` that sample, and all `rows` of a step, forced tokens
     included."""
     state, behind = slots.ints(4, slots.rows), slots.ints(4, rows.rows - slots.rows)
-    told, held = slots.ints(rows.rows), (rows.logits, state, behind, slots.metadata)
+    reported, held = slots.ints(rows.rows), (rows.logits, state, behind, slots.metadata)
     yield rows.program("draw forced rows", programs.widen, (state, behind))
     yield rows.program("draw forced mask", programs.mask, (rows.logits, rows.masks))
     yield rows.program("draw forced greedy", programs.draw_greedy, held)
     yield rows.program("draw forced", programs.draw, (*held, slots.counts))
-    yield rows.program("draw forced logprobs", programs.logprobs, (rows.logits, told))
-    counts = slots.counts, behind, told
+    yield rows.program("draw forced logprobs", programs.logprobs, (rows.logits, reported))
+    counts = slots.counts, behind, reported
     yield rows.program("draw forced count", programs.count, counts, local_bytes(slots.counts.output))
 
 
@@ -149,19 +149,19 @@ class PendingForced:
     plan: DecodeRows
     first_slot: int
     runs: dict[int, range]
-    told: Array  # i32[B + K], reported by `taken`
+    reported: Array  # i32[B + K], reported by `taken`
     wanted: list[int | None]  # SamplingParams.logprobs of the active slots
     logprobs: tuple[Array, Array, Array] | None
 
     def read(self) -> DrawnRows:
         """Returns the sampled rows, see `StepDone`; blocks until they are on the host."""
-        told, found = np.asarray(self.told).tolist(), list[tuple[int, Any]]()
+        reported, found = np.asarray(self.reported).tolist(), list[tuple[int, Any]]()
         parts = None if self.logprobs is None else [np.asarray(part) for part in self.logprobs]
         for slot, number in zip(self.plan.active, self.wanted, strict=True):
             row = slot - self.first_slot
-            rows = [each for each in (row, *self.runs.get(row, ())) if told[each] != MASKED]
+            rows = [each for each in (row, *self.runs.get(row, ())) if reported[each] != MASKED]
             scores = parts and [part[rows] for part in parts]
-            found.append((slot, tuple(sampled_rows([told[each] for each in rows], [number] * len(rows), scores))))
+            found.append((slot, tuple(sampled_rows([reported[each] for each in rows], [number] * len(rows), scores))))
         return tuple((slot, drawn or None) for slot, drawn in found)
 
     def guessed(self) -> tuple[tuple[int, str, int], ...]:
@@ -222,19 +222,19 @@ class ForcingDecoder(Decoder):
         rows = self._rows[batch.first_slot]
         if rows is None:
             return super().finish(batch, plan, logits)
-        asked, active = batch.asked(plan.active), [slot - batch.first_slot for slot in plan.active]
+        sampling, active = batch.batch_sampling(plan.active), [slot - batch.first_slot for slot in plan.active]
         held = batch.state, rows.behind, batch.metadata
         under = self.forced.mask(logits, batch.masks.allowed_in(active, rows.runs, len(rows.owners)))
-        if asked.plain:
-            batch.state, told = self.forced.draw_greedy(under, *held)
+        if sampling.plain:
+            batch.state, reported = self.forced.draw_greedy(under, *held)
         else:
-            batch.state, told = self.forced.draw(under, *held, batch.counts)
-        if asked.penalised:
-            batch.counts = self.forced.count(batch.counts, rows.behind, told)
-        logprobs = self.forced.logprobs(logits, told) if asked.scored else None
-        for array in (told, *(logprobs or ())):
+            batch.state, reported = self.forced.draw(under, *held, batch.counts)
+        if sampling.penalised:
+            batch.counts = self.forced.count(batch.counts, rows.behind, reported)
+        logprobs = self.forced.logprobs(logits, reported) if sampling.scored else None
+        for array in (reported, *(logprobs or ())):
             array.copy_to_host_async()
-        return PendingForced(plan, batch.first_slot, rows.runs, told, asked.wanted, logprobs)
+        return PendingForced(plan, batch.first_slot, rows.runs, reported, sampling.wanted, logprobs)
 
 
 def pays(forced: int, active: int, slots: int, most: int) -> bool:
