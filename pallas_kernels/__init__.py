@@ -1,14 +1,14 @@
 """Attention over paged KV and grouped products for JAX: one definition per operation, one implementation per platform.
 
-Needs jax and numpy alone. The KV of one layer on one shard is `kv_pages [P, Hkv, 2, page_size, D]`, K at `[:, :, 0]`
-and V at `[:, :, 1]`, all of it finite. Pages of *one part*, `[P, Hkv, 1, page_size, D]`, hold K alone, and V is the
-first `value_size` numbers of each row of it: so a latent is kept (DeepSeek-V2, section 2.1.2), with one head. Page 0 is
-the *null page*: rows that must not be kept are written there, and no valid token is ever read from it. Letters: B
-slots, T query tokens, S sequences of a packed chunk, P pages, W pages of a table row, Hq and Hkv heads, D head size, C
-the parts of a page, 2 or 1.
+Needs only jax and numpy. The KV of one layer on one shard is `kv_pages [P, Hkv, 2, page_size, D]`, K at `[:, :, 0]` and
+V at `[:, :, 1]`, all of it finite. Pages of one part, `[P, Hkv, 1, page_size, D]`, hold K alone, and V is the first
+`value_size` numbers of each row: latents are stored this way (DeepSeek-V2, section 2.1.2), with one head. Page 0 is the
+null page: rows that must not be kept are written there, and no valid token is ever read from it. Letters: B slots, T
+query tokens, S sequences of a packed chunk, P pages, W pages of a table row, Hq and Hkv heads, D head size, C the parts
+of a page, 2 or 1.
 
 Each operation is a folder: `__init__` checks the arguments and picks the implementation for the platform that the
-program is lowered for, `reference` is the definition in plain `jnp`, and `xla` is what runs where no kernel does.
+program is lowered for, `reference` is the definition in plain `jnp`, and `xla` runs on platforms without a kernel.
 """
 
 from pallas_kernels.checks import KernelError, check_call

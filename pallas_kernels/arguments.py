@@ -1,6 +1,6 @@
-"""The argument object of each attention operation: what its dispatch checks and what every implementation takes.
+"""The argument object of each attention operation, checked by its dispatch and passed to every implementation.
 
-Arrays are the leaves of a pytree; options are part of its structure, so a program is traced anew where one differs.
+Arrays are the leaves of a pytree; options are part of its structure, so different options trace another program.
 """
 
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class PrefillAttentionArgs:
     kv_pages: Array | QuantizedPages  # [P, Hkv, C, page_size, D]
     page_table: Array  # i32[S, W]
     kv_lens: Array  # i32[S], tokens that a sequence holds
-    cu_q_lens: Array  # i32[S + 1], where each sequence's rows of q begin
+    cu_q_lens: Array  # i32[S + 1], first row of q of each sequence
     sinks: Array | None = None  # [Hq]
     scale: float = field(kw_only=True)
     window: int | None = field(default=None, kw_only=True)

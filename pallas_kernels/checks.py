@@ -16,7 +16,7 @@ FLOATS = ("float32", "bfloat16")
 
 
 class KernelError(ValueError):
-    """An argument's shape, dtype or value does not fit the others; the message holds both."""
+    """An argument's shape, dtype or value does not fit the others; the message gives both values."""
 
 
 def require(holds: bool, message: str) -> None:
@@ -25,7 +25,8 @@ def require(holds: bool, message: str) -> None:
 
 
 def check_pool(kv_pages: Array | QuantizedPages) -> None:
-    """`kv_pages` is a float pool [P, Hkv, C, page_size, D], C 2 or 1, or a quantised one with its scales."""
+    """Raises unless `kv_pages` is a float pool [P, Hkv, C, page_size, D], C 2 or 1, or a quantised one with its
+    scales."""
     shape, dtype = stored(kv_pages).shape, stored(kv_pages).dtype.name
     require(len(shape) == 5 and shape[2] in (1, 2), f"kv_pages must be [P, Hkv, 2 or 1, page_size, D], got {shape}")
     if isinstance(kv_pages, QuantizedPages):
@@ -38,7 +39,8 @@ def check_pool(kv_pages: Array | QuantizedPages) -> None:
 
 
 def check_queries(q: Array, kv_pages: Array | QuantizedPages, sinks: Array | None) -> None:
-    """`q` is float [rows, Hq, D], its heads a multiple of the pool's; `sinks` is one logit a query head."""
+    """Raises unless `q` is float [rows, Hq, D], Hq is a multiple of the pool's heads, and `sinks` has one logit per
+    query head."""
     check_pool(kv_pages)
     require(q.ndim == 3, f"q must be [rows, Hq, D], got {q.shape}")
     require(q.dtype.name in FLOATS, f"q must be one of {FLOATS}, got {q.dtype.name}")
@@ -50,7 +52,7 @@ def check_queries(q: Array, kv_pages: Array | QuantizedPages, sinks: Array | Non
 
 
 def check_value_size(kv_pages: Array | QuantizedPages, value_size: int | None) -> None:
-    """Pages of one part say how much of a row is V, at least a number and at most all; pages of two parts do not."""
+    """Raises unless `value_size` is 1 to D for pages of one part, and None for pages of two parts."""
     *_, parts, _, size = stored(kv_pages).shape
     if parts == 2:
         require(value_size is None, f"value_size is for kv_pages of one part, got {value_size} and 2 parts")
@@ -60,19 +62,19 @@ def check_value_size(kv_pages: Array | QuantizedPages, value_size: int | None) -
 
 
 def check_ints(name: str, array: Array, shape: tuple[int, ...]) -> None:
-    """`array` is i32 of just this shape."""
+    """Raises unless `array` is i32 of exactly this shape."""
     require(array.dtype == jnp.int32, f"{name} must be int32, got {array.dtype.name}")
     require(array.shape == shape, f"{name} must have shape {shape}, got {array.shape}")
 
 
 def check_table(page_table: Array, rows: int) -> None:
-    """`page_table` is i32[rows, W] with W at least 1."""
+    """Raises unless `page_table` is i32[rows, W] with W at least 1."""
     require(page_table.ndim == 2 and page_table.shape[1] > 0, f"page_table must be [rows, W], got {page_table.shape}")
     check_ints("page_table", page_table, (rows, page_table.shape[1]))
 
 
 def check_options(window: int | None, soft_cap: float | None) -> None:
-    """A window of at least one token, a positive cap."""
+    """Raises unless the window has at least one token and the cap is positive."""
     require(window is None or window > 0, f"window must be at least 1 token, got {window}")
     require(soft_cap is None or soft_cap > 0, f"soft_cap must be over 0, got {soft_cap}")
 
@@ -81,11 +83,9 @@ NAMED = f"{KernelError.__name__}: "
 
 
 def check_contents(rule: Callable[..., None], *arrays: Array) -> tuple[Array, ...]:
-    """The arrays, once `rule` of them as numpy arrays has raised nothing.
-
-    Concrete arrays are checked at once. Under jit the program calls back to the host, and reads the arrays that come
-    back from there: nothing runs on arrays that were refused.
-    """
+    """Returns the arrays after `rule` has raised no error on them as numpy arrays. Concrete arrays are checked at once.
+    Under jit the program calls back to the host and reads the arrays that the callback returns: nothing runs on arrays
+    that were refused."""
     if not any(isinstance(array, Tracer) for array in arrays):
         rule(*map(np.asarray, arrays))
         return arrays
@@ -99,11 +99,9 @@ def check_contents(rule: Callable[..., None], *arrays: Array) -> tuple[Array, ..
 
 
 def check_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` that waits for its results and raises KernelError where an operation with `debug=True` refused.
-
-    Without it a jitted program raises jax.errors.JaxRuntimeError or ValueError, as jax will have it, the KernelError's
-    text at the end of its message.
-    """
+    """Wraps `function` to wait for its results and to raise KernelError if an operation with `debug=True` refused its
+    arguments. Without it a jitted program raises jax.errors.JaxRuntimeError or ValueError, depending on jax, with the
+    KernelError's text at the end of the message."""
 
     @wraps(function)
     def checked(*arguments: Any, **named: Any) -> Any:
@@ -121,13 +119,13 @@ def check_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_first(bad: np.ndarray, describe: Callable[..., str]) -> None:
-    """KernelError of the first place, in order, where `bad` holds."""
+    """Raises KernelError for the first index, in order, at which `bad` is True."""
     if bad.any():
         raise KernelError(describe(*(int(index) for index in np.argwhere(bad)[0])))
 
 
 def within(name: str, array: np.ndarray, stop: int, what: str) -> None:
-    """Every number of `array` is in [0, stop), the bounds of `what`."""
+    """Raises unless every number of `array` is in [0, stop), the bounds of `what`."""
     refuse_first(
         (array < 0) | (array >= stop),
         lambda *at: f"{name}[{', '.join(map(str, at))}] is {array[at]}, outside the {what} [0, {stop})",
@@ -135,7 +133,7 @@ def within(name: str, array: np.ndarray, stop: int, what: str) -> None:
 
 
 def check_held(name: str, lengths: np.ndarray, page_table: np.ndarray, pages: int, page_size: int) -> None:
-    """Table entries name pages of the pool, and no row holds more tokens than its pages."""
+    """Raises unless table entries name pages of the pool and no row holds more tokens than its pages."""
     within("page_table", page_table, pages, "pages of the pool")
     width = page_table.shape[1]
     refuse_first(
@@ -148,14 +146,14 @@ def check_held(name: str, lengths: np.ndarray, page_table: np.ndarray, pages: in
 
 
 def check_decode(page_table: np.ndarray, lengths: np.ndarray, *, pages: int, page_size: int) -> None:
-    """The contents that `paged_attention` takes."""
+    """Checks the contents of the arguments of `paged_attention`."""
     check_held("lengths", lengths, page_table, pages, page_size)
 
 
 def check_packed(
     page_table: np.ndarray, kv_lens: np.ndarray, cu_q_lens: np.ndarray, *, pages: int, page_size: int, tokens: int
 ) -> None:
-    """The contents that `prefill_attention` takes."""
+    """Checks the contents of the arguments of `prefill_attention`."""
     check_held("kv_lens", kv_lens, page_table, pages, page_size)
     require(cu_q_lens[0] == 0, f"cu_q_lens[0] is {cu_q_lens[0]}, not 0")
     rows = np.diff(cu_q_lens)
@@ -167,6 +165,6 @@ def check_packed(
 
 
 def check_places(page_ids: np.ndarray, offsets: np.ndarray, *, pages: int, page_size: int) -> None:
-    """The contents that `write_kv_pages` takes."""
+    """Checks the contents of the arguments of `write_kv_pages`."""
     within("page_ids", page_ids, pages, "pages of the pool")
     within("offsets", offsets, page_size, "tokens of a page")

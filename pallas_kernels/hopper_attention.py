@@ -1,7 +1,7 @@
-"""Mosaic GPU attention on Hopper: how a warpgroup brings tiles of K and V to those that multiply.
+"""Mosaic GPU attention on Hopper: one warpgroup loads tiles of K and V for the warpgroups that multiply.
 
-Pages come as they are, or as codes that the warpgroup widens to bf16, which holds them exactly, in the buffer that the
-others read. Scales multiply logits and weights, so no number is multiplied that a product would not have anyway.
+Pages hold floats, or codes that the loading warpgroup widens to bf16, which represents them exactly, in the buffer that
+the others read. Scales multiply logits and weights, so products multiply only numbers that are exact in bf16.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.triton_attention import LOG2_E, NEVER, Rule
 from pallas_kernels.wire_format import bits_of, decode_e4m3
 
-HALVES = 2  # of V: warpgroups that multiply
-REGISTERS, FEW_REGISTERS = 232, 40  # a thread, of those that multiply and of those that bring pages
+HALVES = 2  # halves of V, one per multiplying warpgroup
+REGISTERS, FEW_REGISTERS = 232, 40  # per thread: of multiplying and of loading warpgroups
 STAGES = 2  # tiles in flight
 
 
 class Held(NamedTuple):
-    """Where a pool lies."""
+    """The HBM references of a pool."""
 
     numbers: Any  # [P * Hkv * 2 * page_size, D], codes as integers with a sign
-    scales: Any  # f32 [P, Hkv, 2 * page_size], None where pages are as they are
+    scales: Any  # f32 [P, Hkv, 2 * page_size], None for float pages
 
     @staticmethod
     def of(kv_pages: Array | QuantizedPages) -> "Held":
@@ -42,18 +42,18 @@ class Held(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A ring of tiles of K, of V, or of what is both, in shared memory, and who waits for what. The last three are of
-    codes alone."""
+    """A ring of tiles of K, of V, or of latents in shared memory, with its barriers. The last three fields are for
+    codes only."""
 
     numbers: Any  # bf16 [stages, tile, D]
-    arrived: Any  # a barrier a stage, for those that multiply
-    done: Any  # for the one that brings
+    arrived: Any  # one barrier per stage, awaited by multiplying warpgroups
+    done: Any  # awaited by the loading warpgroup
     scales: Any = None  # f32 [stages, tile]
     codes: Any = None  # [stages, tile, D]
-    came: Any = None  # for the one that widens
+    came: Any = None  # awaited by the widening warpgroup
 
     def scaled(self, array: Array, stage: Array, chip: type[Chip]) -> Array:
-        """[rows, tokens] times the tokens' scales."""
+        """Returns [rows, tokens] times the tokens' scales."""
         if self.scales is None:
             return array
         return array * per_token(chip.load(self.scales.at[stage], plgpu.Layout.WGMMA.reduce(0)), array.shape)
@@ -66,13 +66,13 @@ class Room(NamedTuple):
 
 
 def scratch_of_rooms(stages: int, tile: int, page_size: int, size: int, *, readers: int, codes: bool) -> list[Any]:
-    """What `rooms_of` makes K's and V's of."""
+    """Returns the scratch shapes from which `rooms_of` makes the rings of K and V."""
     copies = max(1, tile // page_size)
     came = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     done = plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
     if not codes:
         return [mosaic.swizzled(stages, tile, size), came, done] * 2
-    arrived = plgpu.Barrier(num_arrivals=copies + 1, num_barriers=stages)  # scales, and what is widened
+    arrived = plgpu.Barrier(num_arrivals=copies + 1, num_barriers=stages)  # copies of scales, and the widened tile
     scales = plgpu.SMEM((stages, tile), jnp.float32)
     return [
         mosaic.swizzled(stages, tile, size),
@@ -90,7 +90,7 @@ def rooms_of(refs: Sequence[Any]) -> tuple[Room, Room]:
 
 
 class Pages(NamedTuple):
-    """Where a sequence's K and V of one head lie, or its latents."""
+    """The pages of one sequence and one head: K and V, or latents."""
 
     pool: Held
     table: Any
@@ -99,10 +99,11 @@ class Pages(NamedTuple):
     visible: Array  # tokens that the block's last row sees
     page_size: int
     kv_heads: int
-    parts: int = 2  # of a page
+    parts: int = 2  # parts of a page
 
     def fetch(self, which: int, first: Array, count: int, room: Any, barrier: Any, *, scales: bool = False) -> None:
-        """`count` tokens of K (0) or V (1), or their scales; of pages that nobody sees, those of the null page."""
+        """Starts the copy of `count` tokens of K (0) or V (1), or of their scales; unseen pages are read as the null
+        page."""
         size = min(self.page_size, count)
         for at in range(0, count, self.page_size):
             token = first + at
@@ -126,8 +127,8 @@ def bring(
     *,
     e4m3: bool,
 ) -> None:
-    """A tile's K and V after another's, each into the buffer that was free the longest. Codes are a ring of their own,
-    fetched anew as soon as they are widened. tile_at: of a step."""
+    """Loads the tiles of K and V in order, each into the buffer that was free the longest. Codes use a ring of their
+    own, refilled as soon as they are widened. tile_at: maps a step to its tile."""
     stages, tile, _ = rooms[0].numbers.shape
     widened = rooms[0].codes is not None
 
@@ -137,7 +138,7 @@ def bring(
         )
 
     def freed(step):
-        """Waits until the tile that lay in this step's buffer was read."""
+        """Waits until the tile that was in this step's buffer has been read."""
         for room in rooms:
             plgpu.barrier_wait(room.done.at[lax.rem(step, stages)])
 
@@ -164,8 +165,8 @@ def bring(
 
 
 def mix_half(queries, room: Room, rows, mine, rule: Rule, chip: type[Chip]):
-    """The greatest logit and total of the rows after all tiles, and of their mixture the numbers of this warpgroup's
-    half."""
+    """Returns the greatest logit and the total of the rows after all tiles, and this warpgroup's half of their
+    mixture."""
     (walk, told), (warpgroup, half) = rows, mine
     stages, tile, _ = room.numbers.shape
 

@@ -1,6 +1,7 @@
-"""What the kernels for Hopper GPUs share (Pallas Mosaic GPU): tiles that a wgmma reads, and its products.
+"""Shared code of the kernels for Hopper GPUs (Pallas Mosaic GPU): tiles that a wgmma reads, and its products.
 
-The interpreter of jax 0.10 knows neither layouts of registers nor turned operands: there `Interpreted` stands for them.
+The interpreter of jax 0.10 supports neither register layouts nor transposed operands: `Interpreted` replaces them
+there.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from pallas_kernels.quantized import QuantizedPages, stored
 
 
 def mosaic_gpu() -> Any:
-    """Pallas' module; None where absl is not installed, which it needs: then Triton or XLA runs."""
+    """Returns Pallas' module; None if absl, which it needs, is not installed: then Triton or XLA runs."""
     try:
         return import_module("jax.experimental.pallas.mosaic_gpu")
     except ImportError:
@@ -26,37 +27,35 @@ def mosaic_gpu() -> Any:
 
 
 plgpu = mosaic_gpu()
-ROWS = 64  # of a wgmma
-TILE = 64  # tokens at least: what a wgmma sums over is a whole swizzle
-BOX = 8  # rows of shared memory that a swizzle turns together: what is copied is a multiple
+ROWS = 64  # rows of a wgmma
+TILE = 64  # fewest tokens: a wgmma sums over a whole swizzle
+BOX = 8  # rows of shared memory that a swizzle permutes together: copies are multiples of it
 SWIZZLE_BYTES = 128
-COPY_BYTES = 16  # a TMA copies at least
-SHARED_BYTES = 128  # what a copy that comes to shared memory is a multiple of
-MOST_OF_A_COPY = 256  # of any dimension
+COPY_BYTES = 16  # fewest bytes of a TMA copy
+SHARED_BYTES = 128  # copies to shared memory are multiples of it
+MOST_OF_A_COPY = 256  # largest dimension of a copy
 LINE = 128  # numbers side by side where pages are copied whole
-WORDS = 4  # side by side of a thread
-BLOCK_BYTES = 220 << 10  # of a block's shared memory, less what barriers take
-ROOM_BYTES = 64 << 10  # of shared memory for a head's page, so that a core has three of them at least
+WORDS = 4  # adjacent words per thread
+BLOCK_BYTES = 220 << 10  # shared memory of a block, without barriers
+ROOM_BYTES = 64 << 10  # shared memory for a head's page, so that a core fits at least three
 
 
 def fits(q: Array, kv_pages: Array | QuantizedPages) -> bool:
-    """Whether attention of this code can: bf16, K and V apart, whole swizzles in a row and a page, few enough heads.
-
-    Rows of 256 would need 24 bytes more of shared memory than a block may have.
-    """
+    """Returns True if attention by this code is possible: bf16, separate K and V, whole swizzles in a row and a page,
+    few enough heads. Rows of 256 would need 24 bytes more of shared memory than a block may have."""
     return not isinstance(kv_pages, QuantizedPages) and kv_pages.dtype == jnp.bfloat16 and _tiled(q, kv_pages)
 
 
 def fits_widened(q: Array, kv_pages: Array | QuantizedPages) -> bool:
-    """The same, also of codes of 8 bits whose scales of a page fill a copy."""
+    """Returns True if `fits`, or if the pages hold 8-bit codes and a page's scales fill a copy."""
     if not isinstance(kv_pages, QuantizedPages):
         return fits(q, kv_pages)
     return _tiled(q, kv_pages.values) and 4 * kv_pages.values.shape[3] % SHARED_BYTES == 0
 
 
 def fits_latents(q: Array, kv_pages: Array | QuantizedPages, value_size: int) -> bool:
-    """Whether decode attention can over pages of one part: bf16, whole swizzles in a row and in each half of its V,
-    and room for rows of queries and two tiles in shared memory."""
+    """Returns True if decode attention over pages of one part is possible: bf16, whole swizzles in a row and in each
+    half of its V, and shared memory for rows of queries and two tiles."""
     if plgpu is None or isinstance(kv_pages, QuantizedPages) or not q.dtype == kv_pages.dtype == jnp.bfloat16:
         return False
     *_, page_size, size = kv_pages.shape
@@ -66,14 +65,14 @@ def fits_latents(q: Array, kv_pages: Array | QuantizedPages, value_size: int) ->
 
 
 def fits_latent_chunks(q: Array, kv_pages: Array | QuantizedPages, value_size: int) -> bool:
-    """Whether prefill attention can as well: a token's query heads are whole boxes of rows, side by side."""
+    """Returns True if prefill attention is possible too: a token's query heads are whole boxes of adjacent rows."""
     one = not isinstance(kv_pages, QuantizedPages) and kv_pages.shape[1] == 1
     return one and q.shape[1] % BOX == 0 and fits_latents(q, kv_pages, value_size)
 
 
 def multiplies(x: Array, matrices: Array) -> bool:
-    """Whether rows are multiplied by their groups' matrices: bf16, matrices of whole tiles. Of rows no more than that
-    there are some: a row would have other bits where their number chose the code."""
+    """Returns True if this code multiplies rows by their groups' matrices: bf16, matrices of whole tiles. The only
+    condition on rows is that there are some: if their number chose the code, it would change the bits of a row."""
     whole = all(side % TILE == 0 for side in matrices.shape[1:])
     return plgpu is not None and x.shape[0] > 0 and x.dtype == matrices.dtype == jnp.bfloat16 and whole
 
@@ -87,25 +86,26 @@ def _tiled(q: Array, pool: Array) -> bool:
 
 
 def swizzled(*shape: int) -> Any:
-    """bf16 in shared memory, laid as a wgmma reads it."""
+    """Returns the transforms of bf16 shared memory in the layout that a wgmma reads."""
     turned = plgpu.TilingTransform((BOX, SWIZZLE_BYTES // 2)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=turned)
 
 
 def swizzled_bytes(*shape: int) -> Any:
-    """Codes of 8 bits in shared memory, laid so that threads read them beside each other's."""
+    """Returns the transforms of 8-bit codes in shared memory, laid out so that threads read adjacent codes."""
     wide = min(shape[-1], SWIZZLE_BYTES)
     return plgpu.SMEM(shape, jnp.int8, transforms=(plgpu.TilingTransform((BOX, wide)), plgpu.SwizzleTransform(wide)))
 
 
 def varying_as(like: Array, array: Array) -> Array:
-    """Within a `shard_map` a kernel of Mosaic GPU does not say that its results are each shard's own."""
+    """Marks `array` as varying over shards as `like` does; within a `shard_map` a Mosaic GPU kernel does not mark its
+    results."""
     axes = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
     return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
 
 
 class Chip:
-    """The products as a Hopper takes them."""
+    """The products as a Hopper GPU computes them."""
 
     @staticmethod
     def lay(array: Array, layout: Any) -> Array:
@@ -113,23 +113,23 @@ class Chip:
 
     @staticmethod
     def load(place: Any, layout: Any) -> Array:
-        """Of memory that is not swizzled, into a wgmma's registers."""
+        """Loads memory that is not swizzled into a wgmma's registers."""
         return plgpu.load(place, (), layout=layout, optimized=False)
 
     @staticmethod
     def codes(place: Any) -> Array:
-        """[tokens, D] of `swizzled_bytes`, into registers that hold what a wgmma's do once they are widened."""
+        """Loads [tokens, D] of `swizzled_bytes` into registers whose layout is a wgmma's after widening."""
         return plgpu.load(place, (), layout=plgpu.Layout.WGMMA_UPCAST_2X)
 
     @staticmethod
     def words(place: Any) -> Array:
-        """Integers [lines, LINE] of any memory -> i32, spread evenly over the threads."""
+        """Loads integers [lines, LINE] of any memory as i32, spread evenly over the threads."""
         found = plgpu.load(place, (), layout=plgpu.Layout.WG_STRIDED(place.shape, WORDS), optimized=False)
         return found.astype(jnp.int32)
 
     @staticmethod
     def logits(queries: Any, keys: Any) -> Array:
-        """[rows, D] by [tokens, D], both in shared memory."""
+        """Multiplies [rows, D] by [tokens, D], both in shared memory."""
 
         def multiply(sums):
             plgpu.wgmma(sums, queries, plgpu.transpose_ref(keys, (1, 0)))
@@ -139,7 +139,7 @@ class Chip:
 
     @staticmethod
     def mixture(mixed: Array, weights: Array, values: Any) -> Array:
-        """`mixed` and [rows, tokens] in registers by [tokens, D] in shared memory."""
+        """Adds to `mixed` the product of [rows, tokens] in registers and [tokens, D] in shared memory."""
 
         def multiply(sums):
             plgpu.wgmma(sums, weights, values)
@@ -150,8 +150,8 @@ class Chip:
     def sum_of_products(
         shape: tuple[int, int], steps: int, pair: Callable[..., Any], done: Callable[..., None], *, turned: bool
     ) -> Array:
-        """Of every step's pair(step) in shared memory, [rows, inputs] and [inputs, outputs], or [outputs, inputs] that
-        are `turned`. done(step) follows when both were read, while the next product goes on."""
+        """Sums pair(step) over the steps, in shared memory: [rows, inputs] by [inputs, outputs], or [outputs, inputs]
+        if `turned`. done(step) is called when both were read, while the next product runs."""
 
         def multiply(sums):
             @pl.loop(0, steps)
@@ -169,7 +169,7 @@ class Chip:
 
 
 class Interpreted(Chip):
-    """The same for the interpreter."""
+    """The products of `Chip` for the interpreter."""
 
     @staticmethod
     def lay(array: Array, layout: Any) -> Array:
@@ -215,23 +215,23 @@ def chip_of(interpret: Any) -> type[Chip]:
 
 
 def places(chip: type[Chip], shape: tuple[int, ...], axis: int) -> Array:
-    """i32 [rows, tokens]: which row, or which token, of a tile of logits."""
+    """Returns i32 [rows, tokens]: the row number, or the token number, of each element of a tile of logits."""
     return chip.lay(lax.broadcasted_iota(jnp.int32, shape, axis), plgpu.Layout.WGMMA)
 
 
 def per_token(array: Array, shape: tuple[int, ...]) -> Array:
-    """[tokens] -> [rows, tokens]."""
+    """Broadcasts [tokens] to [rows, tokens]."""
     return lax.broadcast_in_dim(array, shape, [1])
 
 
 def per_row(array: Array, shape: tuple[int, ...]) -> Array:
-    """[rows] -> [rows, numbers]."""
+    """Broadcasts [rows] to [rows, numbers]."""
     return lax.broadcast_in_dim(array, shape, [0])
 
 
 def copies(rows: Array, kv_pages: Array | QuantizedPages) -> bool:
-    """Whether a TMA copies rows, of whatever dtype, into this pool: rows of 16 bytes at least, no more than 256 of any
-    dimension, and a token's together a multiple of what comes to shared memory."""
+    """Returns True if a TMA copies rows of any dtype into this pool: rows of at least 16 bytes, no dimension above 256,
+    and a token's rows a multiple of SHARED_BYTES."""
     del rows
     if plgpu is None:
         return False
@@ -243,7 +243,8 @@ def copies(rows: Array, kv_pages: Array | QuantizedPages) -> bool:
 
 
 def carries(rows: Array, pool: Array) -> bool:
-    """Whether whole pages are copied between this pool and packed rows: nothing is converted, a head's page fits."""
+    """Returns True if whole pages are copied between this pool and packed rows: no conversion, and a head's page
+    fits."""
     if plgpu is None or rows.dtype != pool.dtype:
         return False
     numbers = prod(pool.shape[2:])
@@ -261,8 +262,8 @@ def in_place(
     name: str,
     interpret: Any,
 ) -> list[Array]:
-    """`held` after `body(refs of given, refs of held, *scratch)` at every point of the grid, updated in place where the
-    caller's jit donates it."""
+    """Returns `held` after `body(refs of given, refs of held, *scratch)` ran at every grid point, updated in place if
+    the caller's jit donates it."""
     refs = [jax.new_ref(array, memory_space=plgpu.GMEM) for array in held]
 
     def whole(*arguments: Any) -> None:

@@ -1,12 +1,12 @@
-"""Reading pages block by block on a TPU, one block ahead: what both attention kernels are built around.
+"""Reads pages block by block on a TPU, one block ahead; shared by both attention kernels.
 
-A kernel's grid is [cores, n]: *items* (slots, or blocks of query rows) are dealt to the chip's cores, n to each. An
-item reads a run of blocks, a block is a few pages next to each other in its table row, and a page holds all heads of a
-shard next to each other, so it is one DMA. While a block is multiplied the next one is on its way, the next item's
-first block too, so that short items never wait for memory; items with nothing to read are passed over.
+A kernel's grid is [cores, n]: items (slots, or blocks of query rows) are distributed over the chip's cores, n to each.
+An item reads consecutive blocks. A block is a few adjacent pages of its table row, and a page holds all heads of a
+shard next to each other, so it is one DMA. While a block is multiplied the next one is fetched, the next item's first
+block too, so that short items never wait for memory. Items with no pages to read are skipped.
 
-Only pages that are seen are fetched. Past them a buffer holds older pages, or the zeros it began with: numbers, so that
-a weight of 0 makes them vanish.
+Only pages that are seen are fetched. Behind them a buffer holds older pages, or its initial zeros: finite numbers,
+which a weight of 0 cancels.
 """
 
 from collections.abc import Callable
@@ -23,22 +23,20 @@ from pallas_kernels.quantized import QuantizedPages, stored, wider
 
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
 LANES = 128
-Ref = Any  # of Pallas, in a kernel
+Ref = Any  # a Pallas reference in a kernel
 
 
 def num_cores() -> int:
-    """TensorCores that one kernel can use on the TPU compiled for: 2 on v4 and v5p (megacore), else 1."""
+    """Returns the TensorCores that one kernel can use on the TPU compiled for: 2 on v4 and v5p (megacore), else 1."""
     try:
         return pltpu.get_tpu_info().num_cores
-    except ValueError:  # no TPU: the kernel is traced beside the code for another platform, or interpreted
+    except ValueError:  # no TPU: the kernel is traced for another platform too, or interpreted
         return 1
 
 
 def deal(work: Array, cores: int) -> Array:
-    """i32[N], the items of each core one after another, N / cores to each: the heaviest first, 0 1 1 0 0 1 1 0.
-
-    work: i32[N], what an item costs; `cores` divide N.
-    """
+    """Returns i32[N], the items of each core one after another, N / cores each: the heaviest first, 0 1 1 0 0 1 1 0.
+    work: i32[N], the cost of each item; `cores` divides N."""
     if cores == 1:
         return jnp.arange(work.shape[0], dtype=jnp.int32)
     rounds = jnp.argsort(-work, stable=True).astype(jnp.int32).reshape(-1, cores)
@@ -47,8 +45,8 @@ def deal(work: Array, cores: int) -> Array:
 
 
 def next_with_work(work: Array, cores: int) -> Array:
-    """i32[cores * (n + 1)] for dealt `work` i32[cores * n]: at i + 1 of a core the first item after its i-th that has
-    any (n: none), at 0 its first of all."""
+    """Returns i32[cores * (n + 1)] for dealt `work` i32[cores * n]: at i + 1 of a core the first item after its i-th
+    with work (n: none), at 0 its first item with work."""
     work = work.reshape(cores, -1)
     n = work.shape[1]
     held = lax.cummin(jnp.where(work > 0, jnp.arange(n, dtype=jnp.int32), n), axis=1, reverse=True)
@@ -56,7 +54,7 @@ def next_with_work(work: Array, cores: int) -> Array:
 
 
 def page_bytes(kv_pages: Array | QuantizedPages) -> int:
-    """What a page takes in VMEM, its last dimensions padded to whole lanes."""
+    """Returns the bytes of a page in VMEM, its last dimensions padded to whole lanes."""
 
     def padded(pool: Array) -> int:
         *outer, last = pool.shape[1:]
@@ -69,7 +67,7 @@ def page_bytes(kv_pages: Array | QuantizedPages) -> int:
 
 
 def buffers(kv_pages: Array | QuantizedPages, pages: int) -> tuple[Any, ...]:
-    """Scratch for two blocks of `pages` pages: their room, a semaphore for each, and the turn."""
+    """Returns scratch for two blocks of `pages` pages: buffers, a semaphore for each, and the block counter."""
     _, kv_heads, parts, page_size, size = stored(kv_pages).shape
     room: Any = pltpu.VMEM((2, kv_heads, parts, pages, page_size, size), stored(kv_pages).dtype)
     if isinstance(kv_pages, QuantizedPages):
@@ -79,21 +77,22 @@ def buffers(kv_pages: Array | QuantizedPages, pages: int) -> tuple[Any, ...]:
 
 
 def pool_specs(kv_pages: Array | QuantizedPages) -> Any:
-    """The pool stays in HBM, whole."""
+    """Returns block specs that leave the whole pool in HBM."""
     return jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.HBM), kv_pages)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The refs of one kernel, and what its items read. `turn` counts a core's blocks: its parity names a buffer."""
+    """The refs of one kernel, and the blocks that its items read. `turn` counts a core's blocks: its parity selects a
+    buffer."""
 
     pool: Ref | QuantizedPages
     room: Ref | QuantizedPages
     semaphores: Ref
     turn: Ref
     following: Ref  # next_with_work
-    span: Callable[[Any], tuple[Any, Any]]  # item of this core -> its first block, and the block after the last
-    seen: Callable[[Any], tuple[Any, Any, Any]]  # item -> place of its table row, first page it sees, page after last
+    span: Callable[[Any], tuple[Any, Any]]  # item of this core -> (its first block, the block after the last)
+    seen: Callable[[Any], tuple[Any, Any, Any]]  # item -> (index of its table row, first page it sees, page after last)
     table: Ref
 
     @property
@@ -101,7 +100,8 @@ class Blocks:
         return stored(self.room).shape[3]
 
     def walk(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-        """`step(block, buffer, carry)` for each block of this grid step's item, the block's pages in `buffer`."""
+        """Runs `step(block, buffer, carry)` for each block of this grid step's item, with the block's pages in
+        `buffer`."""
         item, items = pl.program_id(1), pl.num_programs(1)
         at = pl.program_id(0) * (items + 1)
         pl.when(item == 0)(lambda: self.begin(self.following[at], items))
@@ -126,7 +126,7 @@ class Blocks:
         return carry
 
     def begin(self, first_item: Any, items: Any) -> None:
-        """Before a core's first item: finite numbers everywhere, and the first block on its way."""
+        """Prepares a core's first item: fills the buffers with finite numbers and starts the first block's copy."""
         for room in jax.tree.leaves(self.room):
             room[...] = jnp.zeros_like(room)
         self.turn[0] = 0
@@ -136,7 +136,7 @@ class Blocks:
             self.copies(first_item, self.span(first_item)[0], 0, lambda copy: copy.start())
 
     def copies(self, item: Any, block: Any, buffer: Any, act: Callable[[Any], None]) -> None:
-        """`act` on the copy of each page of the block that the item sees."""
+        """Calls `act` on the copy of each page of the block that the item sees."""
         row, first, stop = self.seen(item)
 
         @pl.loop(jnp.maximum(first, block * self.pages), jnp.minimum(stop, (block + 1) * self.pages))
@@ -149,19 +149,19 @@ class Blocks:
                 act(pltpu.make_async_copy(self.pool.scales.at[held], scales, semaphore))
 
     def read_both(self, buffer: Any, heads: Any, dtype: Any, value_size: int) -> tuple[Array, Array]:
-        """K and V of a block; of pages of one part V is the first `value_size` numbers of K's rows."""
+        """Returns K and V of a block; for pages of one part V is the first `value_size` numbers of K's rows."""
         keys = self.read(buffer, heads, 0, dtype)
         if stored(self.room).shape[2] == 1:
             return keys, keys[..., :value_size]
         return keys, self.read(buffer, heads, 1, dtype)
 
     def read(self, buffer: Any, heads: Any, part: int, dtype: Any) -> Array:
-        """One part of a block: `dtype` [heads, tokens, D], unscaled."""
+        """Returns one part of a block: `dtype` [heads, tokens, D], unscaled."""
         numbers = stored(self.room)[buffer, heads, part].astype(dtype)
         return numbers.reshape(*numbers.shape[:-3], -1, numbers.shape[-1])
 
     def scaled(self, rows: Array, buffer: Any, heads: Any, part: int) -> Array:
-        """f32 [heads, rows, tokens] times the scale of each token's K or V, where pages have any."""
+        """Returns f32 [heads, rows, tokens] times the scale of each token's K or V, if pages have scales."""
         if not isinstance(self.room, QuantizedPages):
             return rows
         page_size = stored(self.room).shape[4]
@@ -171,10 +171,10 @@ class Blocks:
 
 
 def exact_dtype(q_dtype: Any, kv_pages: Ref | QuantizedPages) -> Any:
-    """What products are taken in: the wider of queries and pages; int8 and e4m3 numbers are exact in bf16."""
+    """Returns the dtype of products: the wider of queries and pages; int8 and e4m3 numbers are exact in bf16."""
     return q_dtype if isinstance(kv_pages, QuantizedPages) else wider(q_dtype, kv_pages.dtype)
 
 
 def product_precision(dtype: Any) -> lax.Precision:
-    """Passes of the matrix unit: as many as f32 needs, one for bf16."""
+    """Returns the passes of the matrix unit: as many as f32 needs, one for bf16."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT

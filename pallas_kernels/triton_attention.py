@@ -1,8 +1,8 @@
 """Triton attention on a GPU: the inner loop over KV tokens that decode and prefill attention share.
 
-Tokens are gathered one by one through the page table, so a page may be of any size. Triton's arrays are powers of two,
-and a tensor core takes 16 rows: head sizes and groups are padded by masks, in registers alone. The softmax is online,
-in f32 and in base 2, the chip's own exponential.
+Tokens are gathered one by one through the page table, so a page may have any size. Triton's arrays are powers of two,
+and a tensor core takes 16 rows: head sizes and groups are padded by masks, in registers only. The softmax is online, in
+f32 and in base 2, the chip's native exponential.
 """
 
 from functools import partial
@@ -19,20 +19,20 @@ from pallas_kernels.quantized import QuantizedPages, stored, wider
 
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
 LOG2_E = log2(jnp.e)
-MIN_ROWS = 16  # rows of queries in a program: the least that a tensor core takes
-Runs = tuple[tuple[int, int], ...]  # of numbers of a row, taken apart: (the first, how many)
+MIN_ROWS = 16  # fewest query rows in a program: the minimum of a tensor core
+Runs = tuple[tuple[int, int], ...]  # pieces of a row: (first number, count)
 MAX_OFFSET = 1 << 31
-WIDE_BYTES = 1 << 32  # over which offsets have 64 bits
+WIDE_BYTES = 1 << 32  # larger arrays have 64-bit offsets
 
 
 class Rule(NamedTuple):
-    """What is computed, the same for every program."""
+    """The parameters of attention that are the same for every program."""
 
     scale: float
     window: int | None
     soft_cap: float | None
-    runs: Runs  # of a row of K: the first are V as well where pages have one part
-    precision: lax.DotAlgorithmPreset | lax.Precision | None  # of the products
+    runs: Runs  # pieces of a row of K; with pages of one part the first is V too
+    precision: lax.DotAlgorithmPreset | lax.Precision | None  # precision of the products
 
 
 def offsets_reach(numbers: int, dtype: DTypeLike) -> bool:
@@ -46,14 +46,15 @@ def offsets_reach(numbers: int, dtype: DTypeLike) -> bool:
 
 
 def runs_of(size: int, value_size: int | None) -> Runs:
-    """A row of K whole, or V's numbers and the rest apart: padded to powers of two together they would be many more."""
+    """Returns the pieces of a row: K whole, or V's numbers and the rest. Padded to powers of two together they would be
+    many more."""
     if value_size is None or value_size == size:
         return ((0, size),)
     return (0, value_size), (value_size, size - value_size)
 
 
 def padded_numbers(runs: Runs) -> int:
-    """Numbers that a row takes in registers."""
+    """Returns the numbers that a row takes in registers."""
     return sum(pl.next_power_of_2(width) for _, width in runs)
 
 
@@ -64,23 +65,22 @@ def within_reach(kv_pages: Array | QuantizedPages) -> bool:
 
 
 def product_dtype(queries: jnp.dtype, kv_pages) -> jnp.dtype:
-    """Both products' operands: what holds the queries and the pool's numbers exactly; int8 and fp8 fit in bf16."""
+    """Returns the dtype of both products' operands, which holds the queries and the pool's numbers exactly; int8 and
+    fp8 fit in bf16."""
     return queries if isinstance(kv_pages, QuantizedPages) else wider(queries, kv_pages.dtype)
 
 
 def precision_of(products: jnp.dtype, interpret: bool) -> lax.DotAlgorithmPreset | lax.Precision | None:
-    """How f32 stays f32: three products of TF32 parts, 22 bits; the plain one would keep 10 of the 23.
-
-    (Products of whole f32 numbers run outside the tensor cores, and their operands spill.) The CPU that interprets has
-    its own.
-    """
+    """Returns the precision that preserves f32: three products of TF32 parts, 22 bits; the plain one would keep 10 of
+    the 23. Products of whole f32 numbers run outside the tensor cores, and their operands spill. The interpreting CPU
+    has a precision of its own."""
     if products != jnp.float32:
         return None
     return lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
 def read_queries(q_ref, at, real, runs: Runs, dtype) -> list:
-    """Each run of the query rows at `at`, `dtype` [rows, D], those that are not `real` zeros."""
+    """Returns each piece of the query rows at `at`, `dtype` [rows, D], with zeros for rows that are not `real`."""
     found = []
     for first, width in runs:
         dims = jnp.arange(pl.next_power_of_2(width))
@@ -90,7 +90,7 @@ def read_queries(q_ref, at, real, runs: Runs, dtype) -> list:
 
 
 def empty_softmax(rows: int, size: int) -> tuple[Array, Array, Array]:
-    """Top logit, sum and mixture of a softmax that has seen nothing: f32 [rows], [rows], [rows, size]."""
+    """Returns the top logit, sum and mixture of a softmax over no tokens: f32 [rows], [rows], [rows, size]."""
     return jnp.full(rows, NEVER), jnp.zeros(rows), jnp.zeros((rows, size))
 
 
@@ -106,14 +106,12 @@ def attend_tokens(
     tile: int,
     rule: Rule,
 ):
-    """The inner loop of both attentions: the running softmax of `queries` over some tokens of one sequence.
+    """Runs the inner loop of both attentions: the online softmax of `queries` over some tokens of one sequence.
 
-    queries: [rows, D] of each of the rule's runs.
-
-    positions: i32[rows], each row's own place; it sees itself and what lies before it, as far as the window goes.
-    place: row of the table, KV head. span: (low, shared, high), the tokens that some row sees, and up to where those
-    of low on are seen by all if there is no window: whole tiles of those take no masks.
-    carry: (top in base 2, total, mixed), f32, returned as it is after these tokens.
+    queries: [rows, D] for each of the rule's pieces. positions: i32[rows], each row's position; a row sees itself and
+    the tokens before it, within the window. place: (table row, KV head). span: (low, shared, high): the tokens low to
+    high are seen by some row; those of low to shared by all rows if there is no window, so whole tiles of them need no
+    masks. carry: (top in base 2, total, mixed), f32, returned as it is after these tokens.
     """
     (row, head), (low, shared, high) = place, span
     page_size = stored(pool).shape[3]
@@ -124,14 +122,14 @@ def attend_tokens(
         top, total, mixed = carry
         token = index * tile + jnp.arange(tile)
         held = (token >= low) & (token < high) if masked else None
-        # Division and remainder of C: `//` and `%` would spend three operations more on negative numbers.
+        # C division and remainder: `//` and `%` would spend three more operations on negative numbers.
         column, offset = lax.div(token, page_size), lax.rem(token, page_size)
         page = pltriton.load(table_ref.at[row, column], mask=held, other=0 if masked else None)
         read = partial(read_tile, pool, page, head, offset, held)
         dtype = queries[0].dtype
         keys = [read(run, dtype, which=0) for run in runs]
         logits = sum(product(rows, part, (((1,), (1,)), ((), ()))) for rows, part in zip(queries, keys, strict=True))
-        # A quantised token's factor is cheaper on its logits and weights than on its numbers.
+        # A quantised token's factor is applied to its logits and weights, which are fewer than its numbers.
         factor = read_factor(pool, page, head, offset, held, which=0)
         logits = logits * factor  # [rows, tile]
         if soft_cap is None:
@@ -159,10 +157,8 @@ def attend_tokens(
 
 
 def read_tile(pool: Any, page, head, offset, held, run: tuple[int, int], dtype, *, which: int):
-    """A run of K (0) or V (1) of a tile's tokens, `dtype` [tile, its numbers].
-
-    Tokens that are not `held` (None: all are) and what pads the run are zeros, and are not read.
-    """
+    """Returns a piece of K (0) or V (1) of a tile's tokens, `dtype` [tile, its numbers]. Tokens that are not `held`
+    (None: all are) and the padding of the piece are zeros, and are not read."""
     values_ref: Any = stored(pool)
     (first, width), dims = run, jnp.arange(pl.next_power_of_2(run[1]))
     real = None if width == dims.shape[0] else (dims < width)[None, :]
@@ -174,7 +170,7 @@ def read_tile(pool: Any, page, head, offset, held, run: tuple[int, int], dtype, 
 
 
 def read_factor(pool: Any, page, head, offset, held, *, which: int):
-    """What the numbers of a tile's tokens are multiplied by, f32 [1, tile], or 1."""
+    """Returns the factor of the numbers of a tile's tokens, f32 [1, tile], or 1."""
     if not isinstance(pool, QuantizedPages):
         return 1.0
     scales_ref: Any = pool.scales

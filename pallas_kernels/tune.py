@@ -1,9 +1,9 @@
-"""Measures block sizes on the device at hand and keeps the fastest: `python -m pallas_kernels.tune [--dry_run]`.
+"""Measures block sizes on the local device and stores the fastest: `python -m pallas_kernels.tune [--dry_run]`.
 
-Each candidate is compiled, run once, then timed `--repeats` times; its median counts, and the rule's own choice is the
-first candidate, so that a table entry is never slower than none. Candidates that do not compile are passed over. The
-table is written after each operation at a size, `{}` where the rule is the fastest: what --limit_s leaves out, another
-call with --missing goes on with.
+Each candidate is compiled, run once, then timed `--repeats` times; its median counts. The rule's own choice is the
+first candidate, so a table entry is never slower than none. Candidates that do not compile are skipped. The table is
+written after each operation at a size, `{}` if the rule is the fastest. Another call with --missing continues with
+those that --limit_s left out.
 """
 
 import argparse
@@ -54,7 +54,7 @@ Blocks = dict[str, int]
 
 
 class Work(NamedTuple):
-    """One thing to tune: an operation at a size."""
+    """A tuning job: an operation at one size."""
 
     operation: str
     head_dim: int
@@ -65,11 +65,11 @@ class Work(NamedTuple):
     pool_dtype: str
     rows: int  # slots of a decode step, tokens of a chunk
     context: int  # tokens held by each slot
-    value_size: int | None = None  # of latents: numbers of a row that are V as well
+    value_size: int | None = None  # for latents: numbers of a row that are V too
 
 
 def candidates(platform: str, work: Work | Product) -> Iterator[Blocks]:
-    """What is worth a try; {} is the kernel's own rule."""
+    """Yields the block sizes to try; {} is the kernel's own rule."""
     if isinstance(work, Product):
         yield from tune_products.choices(work)
         return
@@ -102,7 +102,8 @@ def candidates(platform: str, work: Work | Product) -> Iterator[Blocks]:
 
 
 def arguments_of(work: Work | Product) -> tuple[Any, ...]:
-    """Arrays of the operation in order, without sinks: slots hold the whole context, a chunk is its last rows."""
+    """Returns the arrays of the operation in order, without sinks: slots hold the whole context, a chunk is its last
+    rows."""
     if isinstance(work, Product):
         return tune_products.arrays_of(work)
     if work.operation in MOVES:
@@ -127,7 +128,7 @@ def arguments_of(work: Work | Product) -> tuple[Any, ...]:
 
 
 def shapes_of(work: Work) -> tuple[Any, Any]:
-    """Rows and pool of `arguments_of`, as a choice is looked up by them."""
+    """Returns the shapes of rows and pool of `arguments_of`, by which a choice is looked up."""
     moved, parts = work.operation in MOVES, 2 if work.value_size is None else 1
     heads = work.kv_heads * (1 if moved else work.groups)
     if not moved:
@@ -139,7 +140,7 @@ def shapes_of(work: Work) -> tuple[Any, Any]:
 
 
 def kernel_of(platform: str, work: Work | Product, blocks: Blocks, interpret: bool) -> Callable[..., Any]:
-    """The platform's own kernel, cut as told."""
+    """Returns the platform's own kernel with the given block sizes."""
     if isinstance(work, Product):
         return tune_products.multiplier(blocks)
     if work.operation in MOVES:
@@ -167,10 +168,10 @@ def attention_kernel(platform: str, decode: bool, blocks: Blocks, interpret: boo
 
 
 def seconds(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int) -> float | None:
-    """The median call, after the one that compiles; None where it does not compile."""
+    """Returns the median time of a call, after the one that compiles; None if it does not compile."""
     try:
         jax.block_until_ready(call(*arrays))
-    except Exception as error:  # of a compiler's passes or of the device: whatever it is, there are other candidates
+    except Exception as error:  # any error of the compiler or the device excludes this candidate only
         print(f"    passed over: {type(error).__name__} {next(iter(str(error).splitlines()), '')[:100]}")
         return None
     times = []
@@ -182,7 +183,7 @@ def seconds(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int) -> 
 
 
 def tune(platform: str, work: Work | Product, repeats: int, interpret: bool, until: float = math.inf) -> Blocks | None:
-    """The fastest candidate; {} where the rule's own is; None where none ran, or not all by `until`."""
+    """Returns the fastest candidate; {} if it is the rule's own; None if none ran, or not all by `until`."""
     arrays = arguments_of(work)
     measured = []
     for blocks in islice(candidates(platform, work), TINY_CANDIDATES if interpret else None):
@@ -196,20 +197,21 @@ def tune(platform: str, work: Work | Product, repeats: int, interpret: bool, unt
 
 
 def works_of(shapes: list[str], rows: list[int], context: int, dtypes: list[str], *, moves: bool = False) -> list[Work]:
-    """Every shape with both attentions, and of GPUs what moves pages, every number of rows and pair of dtypes."""
+    """Returns the jobs of every shape with both attentions and, on GPUs, the operations that move pages, for every
+    number of rows and pair of dtypes."""
     made = []
     operations = "paged_attention", "prefill_attention", *(MOVES if moves else ())
     for shape, operation, count, pair in product(shapes, operations, rows, dtypes):
         size, kv_heads, groups, page_size, *value_size = map(int, MODELS.get(shape, shape).split("x"))
         queries, pool = pair.split("/")
         if value_size and (operation in MOVES or pool in LARGEST):
-            continue  # moved as K and V apart are, and quantised nowhere
+            continue  # moved as separate K and V are, and never quantised
         made.append(Work(operation, size, kv_heads, groups, page_size, queries, pool, count, context, *value_size))
     return made
 
 
 def platform_here(asked: str | None) -> str:
-    """tpu, gpu or, if asked for, cpu; else the program ends in one line."""
+    """Returns tpu, gpu or, if requested, cpu; exits with one line on any other platform."""
     found = jax.default_backend()
     if asked == "cpu" or found in ("tpu", "gpu"):
         return asked or found
@@ -217,7 +219,7 @@ def platform_here(asked: str | None) -> str:
 
 
 def write(path: Path, table: dict[tuple[str | int, ...], Blocks]) -> None:
-    """The data file, sorted, so that a new measurement is a small change."""
+    """Writes the data file, sorted, so that a new measurement is a small change."""
     rows = "".join(f"    {key!r}: {table[key]!r},\n" for key in sorted(table, key=repr))
     body = "{\n" + rows + "}" if rows else "{}"
     path.write_text(f"{HEADER}\n\nTUNED: dict[tuple[str | int, ...], dict[str, int]] = {body}\n", encoding="utf-8")
@@ -274,7 +276,7 @@ def tune_all(
     tiny: bool,
     keep: bool,
 ) -> list[Work | Product]:
-    """Measures into `table`, written after each; what could not be, or not in time."""
+    """Measures into `table`, written after each job; returns the jobs that failed or were out of time."""
     left, until = [], time.perf_counter() + flags.limit_s
     for work in works:
         key = tuple(work.key() if isinstance(work, Product) else key_of(work.operation, *shapes_of(work)))

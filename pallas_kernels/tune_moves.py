@@ -1,4 +1,4 @@
-"""Tuning of the operations that move pages on a GPU: writes, packing and unpacking, by Mosaic GPU's kernel or by XLA.
+"""Tunes the operations that move pages on a GPU: writes, packing and unpacking, by Mosaic GPU's kernel or by XLA.
 
 These kernels have no block sizes: the choice is which of the two codes runs.
 """
@@ -28,16 +28,16 @@ from pallas_kernels.write_kv_pages import xla as write_xla
 
 WRITE, PACK, UNPACK = "write_kv_pages", "pack_kv_pages", "unpack_kv_pages"
 MOVES = WRITE, PACK, UNPACK
-CODES = {  # by the choice: the rule's own, Mosaic GPU's, XLA's
+CODES = {  # choices: the rule's own, Mosaic GPU's, XLA's
     WRITE: (write_on_gpu, write_hopper.write_kv_pages, write_xla.write_kv_pages),
     PACK: (pack_on_gpu, pack_hopper.pack_kv_pages, pack_xla.pack_kv_pages),
     UNPACK: (unpack_on_gpu, unpack_hopper.unpack_kv_pages, unpack_xla.unpack_kv_pages),
 }
-SPARE = 2  # times the pages that are moved are in the pool
+SPARE = 2  # pages in the pool per moved page
 
 
 def choices(operation: str, rows: Array, pool: Array | QuantizedPages) -> Iterator[dict[str, int]]:
-    """Whose code may run."""
+    """Yields the choices of code that may run."""
     yield {}
     able = mosaic.copies(rows, pool) if operation == WRITE else mosaic.carries(rows, numbers_of(pool))
     if able:
@@ -45,12 +45,12 @@ def choices(operation: str, rows: Array, pool: Array | QuantizedPages) -> Iterat
 
 
 def numbers_of(pool: Array | QuantizedPages) -> Array:
-    """Scales are moved by XLA."""
+    """Returns the numbers of a pool; scales are moved by XLA."""
     return pool.values if isinstance(pool, QuantizedPages) else pool
 
 
 def arrays_of(operation: str, rows: int, heads: int, page_size: int, size: int, dtype: str) -> tuple[Any, ...]:
-    """Rows as a choice is looked up by them, the pool, and the pages: of `rows` rows, or of `rows` pages."""
+    """Returns rows by which a choice is looked up, the pool, and the page ids, of `rows` rows or of `rows` pages."""
     rng = np.random.default_rng(0)
     pages = rows if operation != WRITE else -(-rows // page_size)
     shape = SPARE * pages + 1, heads, 2, page_size, size
@@ -66,7 +66,7 @@ def arrays_of(operation: str, rows: int, heads: int, page_size: int, size: int, 
 
 
 def mover(operation: str, choice: dict[str, int], interpret: bool) -> Callable[..., Any]:
-    """The operation on `arrays_of`, the pool updated in place call after call."""
+    """Returns the operation on `arrays_of`, which updates the pool in place call after call."""
     code = CODES[operation][0 if not choice else 1 if choice[MOSAIC] else 2]
     options: dict[str, Any] = {"interpret": True} if interpret and choice.get(MOSAIC) else {}
     if operation == PACK:

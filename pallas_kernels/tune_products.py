@@ -1,7 +1,7 @@
-"""Tuning of experts' grouped products on a GPU: Mosaic GPU's kernel in blocks of each width, or XLA.
+"""Tunes experts' grouped products on a GPU: Mosaic GPU's kernel in blocks of each width, or XLA.
 
-A choice depends on the matrices alone, whatever the number of rows, so that a row's bits do not depend on its company:
-candidates are timed over all numbers of rows at once.
+A choice depends only on the matrices, not on the number of rows, so that a row's bits do not depend on other rows.
+Candidates are timed over all numbers of rows at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from pallas_kernels.grouped_product import hopper, xla
 from pallas_kernels.grouped_product import on_gpu as grouped_on_gpu
 from pallas_kernels.tuning import MOSAIC, ProductKey, product_key
 
-MODELS = {  # experts, hidden and inner numbers, experts that a token asks
+MODELS = {  # experts, hidden and inner sizes, experts per token
     "qwen3_30b_a3b": "128x2048x768x8",
     "gpt_oss_20b": "32x2880x2880x4",
     "mixtral_8x7b": "8x4096x14336x2",
@@ -28,7 +28,7 @@ MOST_TIMES = 16
 
 
 class Product(NamedTuple):
-    """One thing to tune: the matrices of a layer's experts, one way."""
+    """A tuning job: the matrices of a layer's experts, in one direction."""
 
     operation: str
     groups: int
@@ -46,7 +46,8 @@ class Product(NamedTuple):
 
 
 def products_of(models: list[str], tokens: list[int], pairs: list[str]) -> list[Product]:
-    """Up and down of every model, in the dtypes of queries; a token has a row for each expert that it asks."""
+    """Returns the up and down products of every model, in the dtypes of queries; a token has one row per expert it is
+    sent to."""
     made, dtypes = [], sorted({pair.split("/")[0] for pair in pairs})
     for model in filter(None, models):
         groups, hidden, inner, asked = map(int, MODELS.get(model, model).split("x"))
@@ -57,7 +58,7 @@ def products_of(models: list[str], tokens: list[int], pairs: list[str]) -> list[
 
 
 def choices(work: Product) -> Iterator[dict[str, int]]:
-    """What is worth a try; {} is the rule."""
+    """Yields the choices to try; {} is the rule."""
     yield {}
     yield {MOSAIC: 0}
     if mosaic.multiplies(jax.ShapeDtypeStruct((1, work.inputs), work.matrices.dtype), work.matrices):  # type: ignore
@@ -65,7 +66,7 @@ def choices(work: Product) -> Iterator[dict[str, int]]:
 
 
 def arrays_of(work: Product) -> tuple[Array, ...]:
-    """The matrices, then rows and how many are of each group, dealt at random, for every number of rows."""
+    """Returns the matrices, then for every number of rows the rows and the group sizes, dealt at random."""
     rng = np.random.default_rng(0)
     made = [jnp.ones(work.matrices.shape, work.dtype)]
     for rows in work.rows:
@@ -75,8 +76,8 @@ def arrays_of(work: Product) -> tuple[Array, ...]:
 
 
 def multiplier(choice: dict[str, int]) -> Callable[..., list[Array]]:
-    """The products of `arrays_of`, those of fewer rows as many times as they are fewer, up to MOST_TIMES: steps weigh
-    as chunks do."""
+    """Returns a function that runs the products of `arrays_of`. Products of fewer rows run more often, up to
+    MOST_TIMES, so that steps count as much as chunks."""
 
     def product(x: Array, matrices: Array, sizes: Array) -> Array:
         if not choice:

@@ -1,7 +1,7 @@
-"""Block sizes that were measured, looked up by what decides them; each kernel has a rule for all that is not listed.
+"""Looks up measured block sizes; each kernel has a rule for sizes that are not listed.
 
-`python -m pallas_kernels.tune` measures on the device it runs on and writes `tuned.py`. A choice changes the order of
-sums at most, never their terms.
+`python -m pallas_kernels.tune` measures on the local device and writes `tuned.py`. A choice changes at most the order
+of sums, never their terms.
 """
 
 from typing import NamedTuple
@@ -13,26 +13,26 @@ from jax import Array
 from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.tuned import TUNED
 
-MOSAIC = "mosaic"  # in a tuned choice: it is of the Mosaic code (`hopper.py`)
+MOSAIC = "mosaic"  # marks a tuned choice of the Mosaic code (`hopper.py`)
 
 
 class Key(NamedTuple):
-    """What a choice was measured for. It holds no table width: a result's bits must not depend on one."""
+    """The key of a measured attention choice. It holds no table width: a result's bits must not depend on one."""
 
     operation: str  # paged_attention, prefill_attention
     device: str  # jax's device_kind: "TPU v5 lite", "NVIDIA H100 80GB HBM3"
     head_dim: int
-    kv_heads: int  # of a shard
-    groups: int  # query heads of a KV head
-    parts: int  # of a page
+    kv_heads: int  # heads of a shard
+    groups: int  # query heads per KV head
+    parts: int  # parts of a page
     page_size: int
     q_dtype: str
     pool_dtype: str
-    rows: int  # of queries, slots or tokens, rounded up to a power of two
+    rows: int  # query rows, slots or tokens, rounded up to a power of two
 
 
 def key_of(operation: str, q: Array, kv_pages: Array | QuantizedPages) -> Key:
-    """q [rows, Hq, D] over kv_pages, on the device that programs go to by default."""
+    """Returns the key of q [rows, Hq, D] over kv_pages, on the default device."""
     _, kv_heads, parts, page_size, size = stored(kv_pages).shape
     dtypes = jnp.dtype(q.dtype).name, jnp.dtype(stored(kv_pages).dtype).name
     rows = 1 << max(q.shape[0] - 1, 0).bit_length()
@@ -41,12 +41,12 @@ def key_of(operation: str, q: Array, kv_pages: Array | QuantizedPages) -> Key:
 
 
 def tuned(operation: str, q: Array, kv_pages: Array | QuantizedPages) -> dict[str, int]:
-    """The measured choice, by the names that the kernel gives its parts; empty where nothing was measured."""
+    """Returns the measured choice, by the names that the kernel gives its parts; {} without a measurement."""
     return TUNED.get(tuple(key_of(operation, q, kv_pages)), {})
 
 
 class ProductKey(NamedTuple):
-    """What a choice was measured for. It holds no number of rows: a row's bits must not depend on its company."""
+    """The key of a measured product choice. It holds no number of rows: a row's bits must not depend on other rows."""
 
     operation: str
     device: str
@@ -65,5 +65,5 @@ def product_key(matrices: Array, out_first: bool) -> ProductKey:
 
 
 def tuned_product(matrices: Array, out_first: bool) -> dict[str, int]:
-    """As `tuned`, of the grouped product."""
+    """Returns the measured choice of a grouped product, as `tuned`."""
     return TUNED.get(tuple(product_key(matrices, out_first)), {})

@@ -1,10 +1,10 @@
-"""Sizes that no setting says: slots, tokens per step, pages and declared shapes, from the model and the device.
+"""Defaults for unset sizes: slots, tokens per step, pages and declared shapes, from the model and the device.
 
-A decode step reads each weight once for all its rows. Up to the *critical batch* it takes no longer for more of them:
-the time of reading is over that of multiplying (F / W rows for matrices of two bytes, of F FLOP/s and W bytes/s; with
-experts more, since few rows share one). Slots beyond it buy little and cost pages; a prompt's chunk is to be several
-times larger, so that multiplying is all that takes time. On the CPU all sizes are small constants: programs there take
-seconds to compile, and a step of few rows is bound by its rows already.
+A decode step reads each weight once for all its rows. Up to the critical batch more rows take no more time, as reading
+weights takes longer than multiplying: F / W rows for two-byte matrices with F FLOP/s and W bytes/s; with experts more,
+since few rows share one. Slots beyond it gain little and cost pages. A prompt's chunk should be several times larger,
+so that multiplying dominates. On the CPU all sizes are small constants: programs take seconds to compile there, and the
+time of a step grows with its rows already.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 
-TYPICAL_TOKENS = (
-    1024  # that a running sequence holds; where they are more, rows stay empty, which costs next to nothing
-)
-LARGEST_SLOTS = 512  # of a stage: logits of more rows take gigabytes, and only experts would gain
-CHUNK_STEPS = 8  # a chunk's rows in critical batches: an eighth of its time at most is for reading weights
+TYPICAL_TOKENS = 1024  # tokens of a running sequence; if they are more, some rows stay empty, at almost no cost
+LARGEST_SLOTS = 512  # slots of a stage: logits of more rows take gigabytes, and only experts would gain
+CHUNK_STEPS = 8  # a chunk's rows in critical batches: reading weights takes at most an eighth of its time
 LARGEST_CHUNK = 8192
-ACTIVATIONS_SHARE = 16  # a chunk's activations take one part of so many of a device's memory
-PAGE_BYTES = 128 << 10  # of one layer on one device: a TPU's copy of it takes longer than it takes to ask for
+ACTIVATIONS_SHARE = 16  # a chunk's activations take at most 1 / 16 of a device's memory
+PAGE_BYTES = 128 << 10  # of one layer on one device: a TPU's copy of it takes longer than the request
 LEAST_PAGE, LARGEST_PAGE = 32, 128  # tokens: whole tiles of every dtype; a prefix's granularity
-LEAST_WIDTH = 2048  # of page tables, in tokens: kernels read the pages that are there, whatever a table's width
-MULTI_STEP = 8  # decode steps per dispatch; on the CPU only of a ring: there single steps take no longer
-DECODE_MULTI_STEP = 32  # of one stage that only decodes: it knows of each sequence before its KV comes
-USUAL = {"tpu": "v5e", "gpu": "a100"}  # what a device that has no sheet is taken for
+LEAST_WIDTH = 2048  # of page tables, in tokens: kernels read only held pages at any table width
+MULTI_STEP = 8  # decode steps per dispatch; on CPUs only for rings: single steps are as fast there
+DECODE_MULTI_STEP = 32  # for one stage that only decodes: it knows each sequence before its KV arrives
+USUAL = {"tpu": "v5e", "gpu": "a100"}  # the sheet used for devices without one
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number, and why it is this one."""
+    """A chosen number and the reason for it."""
 
     value: int
     reason: str
@@ -45,7 +43,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Declared shapes are a quarter of the next larger, down to the smallest; in tokens."""
+    """The smallest declared shapes, in tokens; each shape is a quarter of the next larger one."""
 
     smallest_chunk: int
     smallest_width: int
@@ -53,7 +51,7 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class ChosenSizes:
-    """Sizes of a run: those that settings say, and for settings of 0 what the model and its devices make of them."""
+    """The sizes of a run: the settings, with settings of 0 replaced by defaults for the model and its devices."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -61,7 +59,7 @@ class ChosenSizes:
     multi_step: int  # decode steps per dispatch of one stage
     ring_multi_step: int  # decode steps per dispatch of a ring
     buckets: Buckets
-    reasons: tuple[str, ...] = ()  # a line for each that no setting says
+    reasons: tuple[str, ...] = ()  # one line per size without a setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class Devices:
 
     platform: str
     chip: Chip | None  # None: there is no data sheet
-    memory_bytes: int | None  # of one device; None where it is unknown, and on the CPU
+    memory_bytes: int | None  # of one device; None if unknown, and on the CPU
 
     def of(self, place: WorkerMesh) -> Devices:
         """Returns the devices of one worker, whose pool may name another platform."""
@@ -87,15 +85,13 @@ CPU_BUCKETS = Buckets(64, 256)
 
 
 def sheet_of(platform: str, chip: Chip | None) -> Chip:
-    """The data sheet to go by on an accelerator."""
+    """Returns the data sheet used for an accelerator."""
     return chip or CHIPS[USUAL[platform]]
 
 
 def critical_rows(model: ModelConfig, tp: int, chip: Chip) -> int:
-    """Rows of a step whose products take as long as reading the weights does.
-
-    Of matrices of bf16; those of one byte are read and multiplied twice as fast.
-    """
+    """Returns the rows of a step whose products take as long as reading the weights. Matrices are bf16; those of one
+    byte are read and multiplied twice as fast."""
 
     def reading(rows: int) -> bool:
         read_s = 2 * model.read_params(rows, tp) / chip.memory_bytes_per_s
@@ -112,7 +108,8 @@ def critical_rows(model: ModelConfig, tp: int, chip: Chip) -> int:
 
 
 def page_size(platform: str, kv: KVLayout, tp: int, longest: int) -> Size:
-    """Tokens a page: the same in every process of a cluster, so by nothing that only some of them know."""
+    """Returns the tokens per page. It must be equal in every process of a cluster, so it uses only what all processes
+    know."""
     if platform == "cpu":
         return CPU_PAGE
     if platform == "gpu":
@@ -124,19 +121,19 @@ def page_size(platform: str, kv: KVLayout, tp: int, longest: int) -> Size:
     least = LANES // 2 if kv.scaled else LEAST_PAGE  # scales of K and V fill a row of a tile
     size = max(least, min(wanted, LARGEST_PAGE, _power_near(longest / 8)))
     taken = f"{size * token_bytes / 1024:.0f} KiB of a layer in one copy"
-    return Size(size, f"pages of {size} tokens: {taken}, of {PAGE_BYTES >> 10} that hide what asking for it takes")
+    return Size(size, f"pages of {size} tokens: {taken}; {PAGE_BYTES >> 10} KiB hide the latency of a copy")
 
 
 def decode_slots(
     model: ModelConfig, tp: int, stages: int, platform: str, chip: Chip | None, room_tokens: int | None, longest: int
 ) -> Size:
-    """Of a worker of so many stages, with room for so many tokens of KV (None: nobody knows)."""
+    """Returns the slots of a worker of `stages` stages, with KV memory for `room_tokens` tokens (None: unknown)."""
     if platform == "cpu":
         return CPU_SLOTS
     sheet = sheet_of(platform, chip)
     critical = critical_rows(model, tp, sheet)
     wanted = min(_power_near(critical), LARGEST_SLOTS)
-    meets = f"{_called(sheet, chip)} is bound by compute from {critical} rows on"
+    meets = f"{_called(sheet, chip)} is compute-bound from {critical} rows"
     typical = min(longest, TYPICAL_TOKENS)
     held = wanted * stages if room_tokens is None else room_tokens // typical
     each = f", in each of {stages} stages" if stages > 1 else ""
@@ -147,8 +144,8 @@ def decode_slots(
 
 
 def beside_chunks(slots: Size, stages: int, tokens: int) -> Size:
-    """Slots of a worker whose steps have a row for each of one of its stages, and chunks, in so many tokens that
-    somebody said: half of them at most."""
+    """Returns the slots of a worker whose steps mix chunks and one row per slot of a stage: at most half of the step's
+    `tokens`, which a setting gives."""
     most = stages * _power_near(tokens / 2, down=True)
     if slots.value <= most:
         return slots
@@ -156,30 +153,31 @@ def beside_chunks(slots: Size, stages: int, tokens: int) -> Size:
 
 
 def step_tokens(model: ModelConfig, tp: int, platform: str, chip: Chip | None, device_bytes: int | None) -> Size:
-    """Of a chunk of prompts, or of rows and chunks where steps mix both."""
+    """Returns the tokens of a chunk of prompts, or of rows and chunks if steps mix both."""
     if platform == "cpu":
         return CPU_TOKENS
     sheet = sheet_of(platform, chip)
     critical = critical_rows(model, tp, sheet)
     wanted = min(_power_near(CHUNK_STEPS * critical), LARGEST_CHUNK)
-    meets = f"{CHUNK_STEPS} times the {critical} rows from which on {_called(sheet, chip)} is bound by compute"
+    meets = f"{CHUNK_STEPS} times the {critical} rows from which {_called(sheet, chip)} is compute-bound"
     row_bytes = 2 * (4 * model.hidden_size + model.widest_row(tp))
     room = (device_bytes or sheet.memory_bytes) // ACTIVATIONS_SHARE
     tokens = min(wanted, _power_near(room / row_bytes, down=True))
     if tokens == wanted:
-        return Size(tokens, f"{tokens:,} tokens a step: {meets}")
+        return Size(tokens, f"{tokens:,} tokens per step: {meets}")
     fills = f"their activations fill {tokens * row_bytes / GIB:.1f} of {room / GIB:.1f} GiB"
-    return Size(tokens, f"{tokens:,} tokens a step: {fills}; {meets}")
+    return Size(tokens, f"{tokens:,} tokens per step: {fills}; {meets}")
 
 
 def chunk_sequences(platform: str, tokens: int) -> Size:
-    """Packed into one chunk of so many tokens."""
+    """Returns the most prompts packed into one chunk of `tokens` tokens."""
     most = 8 if platform == "cpu" else max(8, min(64, tokens // 64))
-    return Size(most, f"{most} prompts a chunk: of 64 tokens each they fill it")
+    return Size(most, f"{most} prompts per chunk: prompts of 64 tokens fill it")
 
 
 def buckets_of(platform: str, tokens: int) -> Buckets:
-    """A chunk under half the critical batch is bound by reading weights: smaller programs would take as long."""
+    """Returns the smallest shapes. A chunk under half the critical batch is bound by reading weights: smaller programs
+    would take as long."""
     return CPU_BUCKETS if platform == "cpu" else Buckets(max(64, tokens // 16), LEAST_WIDTH)
 
 
@@ -230,10 +228,10 @@ def choose_sizes(
 
 
 def _called(sheet: Chip, chip: Chip | None) -> str:
-    return sheet.name if chip else f"{sheet.name}, which this device is taken for,"
+    return sheet.name if chip else f"{sheet.name} (assumed for this device)"
 
 
 def _power_near(number: float, *, up: bool = False, down: bool = False) -> int:
-    """The nearest power of two by ratio, or the one above or below."""
+    """Returns the nearest power of two by ratio, or the one above or below."""
     exact = math.log2(max(number, 1))
     return 1 << (math.ceil(exact) if up else math.floor(exact) if down else round(exact))

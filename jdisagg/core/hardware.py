@@ -1,7 +1,9 @@
-"""Accelerators one may compile for without having them: data from the makers' sheets, and how a target is written.
+"""Accelerators that programs may be compiled for without having them: data from the makers' sheets, and the syntax of a
+target.
 
-target = chip ":" sides, as v5e:2x4, v5p:2x2x4, v6e:4x4, v7x:2x2x1 (a slice of a TPU pod, in chips; of v7x each is two
-devices) or h100:8, h100:2x8 (GPUs, or hosts by GPUs).
+target = chip ":" sides, as v5e:2x4, v5p:2x2x4, v6e:4x4, v7x:2x2x1 (a slice of a TPU pod, in chips; each chip of v7x is
+two devices) or h100:8, h100:2x8 (GPUs, or hosts by GPUs). The module also computes the least time of a step on a chip
+and the bytes that collectives send over links.
 """
 
 from __future__ import annotations
@@ -20,29 +22,30 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One device. Rates are the sheets' peaks: no program is faster, and a floor made of them is one."""
+    """The data of one device. Rates are the sheets' peaks, which no program exceeds, so times computed from them are
+    lower bounds."""
 
     name: str
     platform: str  # "tpu" or "gpu", as jax's devices call it
-    memory_bytes: int  # what a program may take: libtpu keeps some of a TPU for itself
+    memory_bytes: int  # memory for programs; libtpu reserves part of a TPU's
     memory_bytes_per_s: float
     flops_per_s: float  # dense bf16 products summed in f32
-    dimensions: int  # sides of a target
+    dimensions: int  # number of sides of a target
     gpu: GpuSheet | None = None
-    devices: int = 1  # of a chip, as jax counts them; the figures are of one
-    compiled_as: str = ""  # libtpu's name for it, where it has another
+    devices: int = 1  # devices per chip, as jax counts them; all other fields are of one device
+    compiled_as: str = ""  # libtpu's name of the chip, if it differs
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSheet:
-    """What the compiler asks of an NVIDIA GPU (the fields of XLA's GpuDeviceInfoProto that differ between them)."""
+    """The compiler's parameters of an NVIDIA GPU: the fields of XLA's GpuDeviceInfoProto that differ between GPUs."""
 
     description: str
     compute_capability: int  # major
     cores: int
     fpus_per_core: int
     shared_bytes_per_core: int
-    shared_bytes_per_block: int  # the most a block may opt in to
+    shared_bytes_per_block: int  # the opt-in maximum
     l2_bytes: int
     clock_ghz: float
 
@@ -50,8 +53,8 @@ class GpuSheet:
 _H100 = GpuSheet("NVIDIA H100 80GB HBM3", 9, 132, 128, 233_472, 232_448, 50 << 20, 1.98)
 _H200 = GpuSheet("NVIDIA H200", 9, 132, 128, 233_472, 232_448, 50 << 20, 1.98)
 _A100 = GpuSheet("NVIDIA A100-SXM4-80GB", 8, 108, 64, 167_936, 166_912, 40 << 20, 1.41)
-# TPU: cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}; memory as libtpu 0.0.42 says it in "exceeds available HBM".
-# GPU: NVIDIA's data sheets of the SXM boards, without sparsity; memory as the driver counts it.
+# TPU: cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}; memory as in libtpu 0.0.42's "exceeds available HBM".
+# GPU: NVIDIA's data sheets of the SXM boards, without sparsity; memory as reported by the driver.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -66,12 +69,13 @@ CHIPS = {
 }
 
 
-# How jax calls a TPU, where that is not its name here.
+# jax's names of TPUs, if they differ from the names here.
 _KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
 
 
 def chip_called(device_kind: str) -> Chip | None:
-    """The chip that jax calls so; None where there is no sheet. Of a GPU, boards of other memory or form are others."""
+    """Returns the chip with this jax device kind; None without a data sheet. GPU boards of other memory or form are
+    other chips."""
     name = _KINDS.get(device_kind, device_kind.removeprefix("TPU "))
     found = (each for each in CHIPS.values() if each.gpu is not None and each.gpu.description == device_kind)
     return CHIPS.get(name) or next(found, None)
@@ -79,14 +83,15 @@ def chip_called(device_kind: str) -> Chip | None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`sides` multiply to the number of devices; those of a GPU are (hosts, GPUs of one)."""
+    """A chip and the sides of a slice. `sides` multiply to the number of devices; those of a GPU are (hosts, GPUs per
+    host)."""
 
     chip: Chip
     sides: tuple[int, ...]
 
     @staticmethod
     def parse(text: str) -> Target:
-        """Raises MeshError saying what is wrong and what could be written."""
+        """Parses a target. Raises MeshError with the fault and the valid forms."""
         match = re.fullmatch(r"(?P<chip>\w+):(?P<sides>[1-9]\d*(x[1-9]\d*)*)", text.strip().lower())
         if match is None:
             raise MeshError(f"cannot read target {text!r}; targets are written as v5e:2x4, v5p:2x2x4 or h100:8")
@@ -109,21 +114,21 @@ class Target:
         return prod(self.sides) * self.chip.devices
 
     def host_of(self, device: int) -> int:
-        """As links see it: GPUs of a host are joined by NVLink, chips of a slice by ICI, whatever hosts have them."""
+        """Returns the host of a device in terms of links: GPUs of a host share NVLink; all chips of a TPU slice share
+        ICI."""
         return device // self.sides[1] if self.chip.gpu else 0
 
 
-# The least time a step can take on a chip: bytes over the memory's speed, or FLOPs over the peak, whichever is
-# more.
+# The roofline of a step: the bytes over the memory's rate, or the FLOPs over the peak, whichever is more.
 #
-# Counted for one device of a stage. Every weight is read once a step, of experts those that its tokens are
-# expected to be sent to; every held token's K and V once; activations and collectives count nothing, so no
-# program can be faster than its floor.
+# It is computed for one device of a stage. Every weight is read once per step, for experts those that its tokens are
+# expected to use. Every held token's K and V is read once. Activations and collectives count as zero, so no program can
+# be faster.
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one device does in one step."""
+    """The bytes and FLOPs of one device in one step."""
 
     weight_bytes: float = 0.0
     kv_bytes: float = 0.0
@@ -147,17 +152,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `tp` shards of a run of layers, and the bytes of a weight and of a K or V number."""
+    """One of `tp` shards of consecutive layers, and the bytes of a weight and of a K or V number."""
 
     model: ModelConfig
     layers: range
     tp: int
-    weight_bytes: float  # of the mean number
+    weight_bytes: float  # mean bytes per weight
     kv_bytes: float
 
     @property
     def held_bytes(self) -> float:
-        """Bytes of the weights that this shard keeps: the embedding is whole on every shard of the first stage."""
+        """Returns the bytes of the weights on this shard: the embedding is whole on every shard of the first stage."""
         params = self._layers_params
         if self.layers.start == 0:
             params += self.model.embedding_params
@@ -184,35 +189,37 @@ class Shard:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Of one layer."""
+        """Returns the KV bytes of one token in one layer."""
         return self.model.layer_kv_size(self.tp) * self.kv_bytes
 
     def seen(self, tokens: int) -> int:
-        """Tokens that a query at the end of `tokens` sees, summed over the layers."""
+        """Returns the tokens that a query at the end of `tokens` sees, summed over the layers."""
         windows = (self.model.window(layer) for layer in self.layers)
         return sum(tokens if window is None else min(tokens, window) for window in windows)
 
     def decode(self, slots: int, context_tokens: int) -> Work:
-        """One token of each of `slots` sequences that hold `context_tokens`; the last stage makes logits as well."""
+        """Returns the work of one token of each of `slots` sequences of `context_tokens`; the last stage computes
+        logits too."""
         return self.decode_layers(slots, context_tokens) + (self.head(slots) if self._has_head else Work())
 
     def decode_layers(self, slots: int, context_tokens: int) -> Work:
-        """As `decode`, without logits."""
+        """Returns the work of `decode` without logits."""
         seen = slots * self.seen(context_tokens)
         return self._layers_work(slots, seen, seen, decoding=True)
 
     def prefill(self, tokens: int) -> Work:
-        """A chunk that is one whole prompt of `tokens`; the head is a program of its own."""
+        """Returns the work of a chunk that is one whole prompt of `tokens`; the head is a separate program."""
         seen = tokens * self.seen(tokens // 2)  # the mean query sees half the prompt
         return self._layers_work(tokens, seen, len(self.layers) * tokens)
 
     def head(self, rows: int) -> Work:
-        """Logits of `rows` rows."""
+        """Returns the work of the logits of `rows` rows."""
         params = self.model.head_params(self.tp)
         return Work(params * self.weight_bytes, 0.0, 2 * params * rows)
 
     def _layers_work(self, tokens: int, pairs: int, read: int, *, decoding: bool = False) -> Work:
-        """pairs: of a query and a key; read: tokens whose K and V are read; both summed over the layers."""
+        """Returns the work of the layers; pairs: of a query and a key; read: tokens whose K and V are read; both summed
+        over the layers."""
         model, tp = self.model, self.tp
         linear = sum(model.linear_flops(tokens, tp, layer) * count for layer, count in self._kinds)
         weights = sum(model.read_params(tokens, tp, layer) * count for layer, count in self._kinds)
@@ -221,16 +228,16 @@ class Shard:
 
 
 def ring_tick(places: Sequence[Shard], stages: int, slots: int, context_tokens: int) -> Work:
-    """One device of a ring at one tick: the layer at each of its places for a microbatch, padding as any other, and its
-    share of the head, which is cut over all shards of all `stages`."""
+    """Returns the work of one device of a ring at one tick: the layer at each of its positions for a microbatch,
+    padding like any other, and its share of the head, which is split over all shards of all `stages`."""
     layers = sum((each.decode_layers(slots, context_tokens) for each in places), Work())
     return layers + places[0].head(slots).times(1 / stages)
 
 
-# What crosses between the devices of one program: its collectives, the bytes of each, and over which links.
+# Collectives of a program: the bytes of each, and the links they use.
 #
-# Bytes are those that the busiest device must send, by the algorithm that sends the fewest over the slow links:
-# within each host first, then between hosts, each device its own share.
+# Bytes are those that the busiest device must send, by the algorithm that sends the fewest over the slow links: within
+# each host first, then between hosts, each device its own share.
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 Groups = tuple[tuple[int, ...], ...]
@@ -238,15 +245,16 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One instruction. `groups`: places among the program's devices, of a permute (from, to); (): all of them."""
+    """One collective. `groups`: device numbers of the program; for a permute (from, to); (): all devices in one
+    group."""
 
     kind: str
-    size_bytes: int  # of the whole array that a device sends or ends up with, whichever is more
+    size_bytes: int  # the larger of the whole arrays that a device sends and receives
     groups: Groups
-    depth: int  # loops that it is in, one within the other
+    depth: int  # number of nested loops around it
 
     def sent(self, hosts: Sequence[int]) -> Sent:
-        """By the busiest device, once. hosts: of each of the program's devices."""
+        """Returns what the busiest device sends in one run; hosts: the host of each of the program's devices."""
         if self.kind == "collective-permute":
             across = [hosts[one] != hosts[other] for one, other in self.groups]
             return Sent(self.size_bytes * (not all(across)), self.size_bytes * any(across))
@@ -266,7 +274,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes of one device: within its host (NVLink), or slice (ICI), and to other hosts."""
+    """The bytes that one device sends: within its host (NVLink) or slice (ICI), and to other hosts."""
 
     inside: float = 0.0
     between: float = 0.0
@@ -279,43 +287,43 @@ class Sent:
 
 
 def sent_by(collectives: Sequence[Collective], hosts: Sequence[int], loops: Sequence[int] = ()) -> Sent:
-    """All of a program. loops: how often each goes round, from the outermost in."""
+    """Returns what a program sends in all; loops: iterations of its nested loops, outermost first."""
     found = [each.sent(hosts).times(prod(loops[: each.depth])) for each in collectives]
     return sum(found, Sent())
 
 
 def counted(collectives: Sequence[Collective]) -> dict[str, int]:
-    """By kind."""
+    """Returns the number of collectives per kind."""
     return dict(Counter(each.kind for each in collectives))
 
 
-# How the chips of a TPU slice are joined: a mesh whose axes close to rings where they are long enough.
+# Links of a TPU slice: a mesh whose axes close to rings if they are long enough.
 #
-# A collective over chips that fill a box uses the links of all the box's axes at once, both ways round those that
-# close (colours of XLA's own rings; Austin et al., "How to Scale Your Model", parts 2 and 3). Elsewhere one link
+# A collective over chips that fill a box uses the links of all the box's axes at once, in both directions of those that
+# close (colours of XLA's own rings; Austin et al., "How to Scale Your Model", parts 2 and 3). For other groups one link
 # is counted.
 
-# Closed by optical switches, cube by cube (v4, v5p, v7x); a plane's only where it spans a pod (v5e, v6e).
+# Axes are closed by optical switches, cube by cube (v4, v5p, v7x); on planes only if they span a pod (v5e, v6e).
 CUBE, POD = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a group of devices has between them. links: of a device, that one collective sends over at once. hops: from
-    one device to the farthest."""
+    """The links of a group of devices. links: links of a device that one collective uses at once; hops: from one device
+    to the farthest."""
 
     links: int = 1
     hops: int = 0
 
 
 def closes(target: Target, axis: int) -> bool:
-    """Whether the last chip of the slice's axis is the first one's neighbour."""
+    """Returns True if the last chip of the slice's axis is a neighbour of the first one."""
     side = target.sides[axis]
     return side % CUBE == 0 if len(target.sides) == 3 else side == POD
 
 
 def joined(target: Target, places: Sequence[tuple[int, ...]]) -> Joined:
-    """Chips at these places of a slice. GPUs' links are one switch's, which all of them reach."""
+    """Returns the links of the chips at these positions of a slice. GPUs are joined by one switch."""
     if target.chip.gpu is not None or len(set(places)) < 2:
         return Joined()
     axes = [sorted({place[axis] for place in places}) for axis in range(len(target.sides))]

@@ -1,4 +1,4 @@
-"""Where a worker stands, as labels, and which kind of link lies between two workers."""
+"""Location labels of a worker, and the kind of link between two workers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LONGEST_LABEL = 128
 
 
 class LinkClass(StrEnum):
-    """What a transfer has to cross, the nearest first."""
+    """The kinds of link that a transfer may cross, the nearest first."""
 
-    PROCESS = "process"  # nothing: both ends are of one process
+    PROCESS = "process"  # no link: both ends are in one process
     HOST = "host"
     RACK = "rack"  # hosts of one rack, or of one slice
     POD = "pod"
@@ -24,7 +24,7 @@ class LinkClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Names of the places that a worker stands in, each inside the next; an empty one is not known."""
+    """The names of the locations that contain a worker, each inside the next; an empty one is unknown."""
 
     process: str = ""
     host: str = ""
@@ -34,7 +34,7 @@ class Labels:
 
     @staticmethod
     def parse(text: str) -> Labels:
-        """Of "host=a,rack=b,slice=c,pod=d", any of them. Raises ConfigError."""
+        """Parses "host=a,rack=b,slice=c,pod=d", any of them. Raises ConfigError."""
         given: dict[str, str] = {}
         for word in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = word.partition("=")
@@ -48,7 +48,7 @@ class Labels:
         return labels
 
     def check(self, whose: str) -> None:
-        """Raises ConfigError naming the first label that cannot be, with its value."""
+        """Raises ConfigError with the first invalid label and its value."""
         for name in NAMES:
             value: str = getattr(self, name)
             if len(value) > LONGEST_LABEL or not value.isprintable():
@@ -71,7 +71,7 @@ SHARED_BY: Mapping[LinkClass, tuple[str, ...]] = MappingProxyType(
 
 
 def link_class(one: Labels, other: Labels) -> LinkClass:
-    """The nearest place that both are known to stand in."""
+    """Returns the nearest location that is known to contain both workers."""
     for found, names in SHARED_BY.items():
         if any(getattr(one, name) and getattr(one, name) == getattr(other, name) for name in names):
             return found

@@ -1,4 +1,4 @@
-"""Where a request's time went, in whole nanoseconds, so that the parts sum to the whole exactly."""
+"""The ledger of a request's time, in whole nanoseconds, so that the phases sum exactly to the whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Mark(StrEnum):
-    """Instants of a request's life, in order. A request that is prefilled again goes back to REQUEUED."""
+    """The instants of a request, in order. A request that is prefilled again returns to REQUEUED."""
 
     ARRIVED = "arrived"
     RESERVE_SENT = "reserve_sent"
@@ -21,7 +21,7 @@ class Mark(StrEnum):
     ENDED = "ended"
 
 
-# The part of the ledger that begins at each mark, so that a request cut short is charged for what it was doing.
+# The phase that begins at each mark; a request that is cut short is charged for the phase it was in.
 PART_BEGINNING_AT: dict[Mark, str] = {
     Mark.ARRIVED: "queue",
     Mark.RESERVE_SENT: "reserve_wait",
@@ -35,11 +35,11 @@ PART_BEGINNING_AT: dict[Mark, str] = {
 PARTS: tuple[str, ...] = ("queue", "reserve_wait", "prefill", "transfer", "first_step", "decode")
 
 
-Span = tuple[str, int, int]  # (part, when it began, when it ended)
+Span = tuple[str, int, int]  # (phase, start, end)
 
 
 def parts_of(spans: Sequence[Span]) -> dict[str, int]:
-    """How long each part was in all."""
+    """Returns the total duration of each phase."""
     parts: dict[str, int] = dict.fromkeys(PARTS, 0)
     for part, began, ended in spans:
         parts[part] += ended - began
@@ -48,37 +48,36 @@ def parts_of(spans: Sequence[Span]) -> dict[str, int]:
 
 @dataclass(slots=True)
 class Ledger:
-    """Instants on the driver's clock as they happened; a repeated prefill simply appends."""
+    """The recorded instants of a request, on the driver's clock; a repeated prefill appends further ones."""
 
     marks: list[tuple[Mark, int]] = field(default_factory=list[tuple[Mark, int]])
-    wire_ns: int = 0  # that parts of its KV were on their way, whatever else happened meanwhile
-    cached_tokens: int = 0  # of the prompt: their KV was found and not computed
+    wire_ns: int = 0  # time in which chunks of its KV were in transfer, during any phase
+    cached_tokens: int = 0  # prompt tokens whose KV was cached and not computed
 
     def mark(self, mark: Mark, at_s: float) -> None:
-        """Notes an instant. Clocks of several reporters may disagree a little: time never runs backwards here."""
+        """Records an instant. Clocks of several reporters may differ a little: recorded time never goes backwards."""
         at_ns = round(at_s * 1e9)
         if self.marks:
             at_ns = max(at_ns, self.marks[-1][1])
         self.marks.append((mark, at_ns))
 
     def parts_ns(self) -> dict[str, int]:
-        """Nanoseconds of each part; they sum to `total_ns` by construction."""
+        """Returns the nanoseconds of each phase; they sum to `total_ns` by construction."""
         return parts_of(self.spans())
 
     def spans(self, now_ns: int | None = None) -> list[Span]:
-        """In nanoseconds, in order and without a gap; the last ends `now_ns` where it is told."""
+        """Returns the spans in nanoseconds, in order and without a gap; the last ends at `now_ns` if that is given."""
         ends = [at_ns for _, at_ns in self.marks[1:]]
         if now_ns is not None and self.marks and self.marks[-1][0] is not Mark.ENDED:
             ends.append(max(now_ns, self.marks[-1][1]))
         return [(PART_BEGINNING_AT[mark], began, ended) for (mark, began), ended in zip(self.marks, ends, strict=False)]
 
     def transfer_ns(self) -> tuple[int, int]:
-        """(hidden, exposed) nanoseconds of the transfer.
+        """Returns (hidden, exposed) nanoseconds of the transfer.
 
-        Exposed is the ledger's part of that name: from the first token to the complete reservation. It is never too
-        little: where the first stages of a step ran before the last part was in, that time is exposed all the same,
-        and what was gained by it shows as a shorter `first_step`.
-        Hidden is the time on the wire beyond that, while the prompt was still being computed.
+        Exposed is the phase of that name: from the first token to the complete reservation. It is never underestimated:
+        if the first stages of a step ran before the last chunk arrived, that time counts as exposed, and the gain shows
+        as a shorter `first_step`. Hidden is the transfer time beyond that, while the prompt was still being computed.
         """
         exposed = self.parts_ns()["transfer"]
         return max(0, self.wire_ns - exposed), exposed

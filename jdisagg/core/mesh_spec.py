@@ -3,16 +3,16 @@
 spec = pool {"," pool};  pool = role ["@" platform] ":" [count "x"] {("pp" | "ring" | "tp") number} ["@" device];
 role = prefill | decode | colocated;  platform = cpu | gpu | tpu
 
-`prefill:pp2tp4` computes a prompt's chunks by two stages of layers, one behind the other: the first has the next chunk
-while the second has this one, where tensor parallelism must not cross hosts.
-`decode:ring4tp2` has the devices and layers of `decode:pp4tp2`, and runs all stages as one program over the whole mesh,
-several tokens a dispatch: for decode workers alone.
+`prefill:pp2tp4` computes a prompt's chunks by two stages of layers: the first computes the next chunk while the second
+computes this one, for sites where tensor parallelism must not cross hosts. `decode:ring4tp2` has the devices and layers
+of `decode:pp4tp2`, and runs all stages as one program over the whole mesh, several tokens per dispatch; only decode
+workers can be rings.
 
-`prefill@gpu:tp2,decode@cpu:tp1` has pools on unlike devices of one machine; all pools name theirs, or none does.
+`prefill@gpu:tp2,decode@cpu:tp1` has pools on unlike devices of one machine; either all pools name theirs, or none does.
 
-Workers stand on devices one after another. `@K` starts a pool at device K instead, so that pools may share devices:
-`prefill:tp1@0,decode:tp1@0` puts both on one, for testing. Colocated workers may stand beside both other pools
-(`prefill:tp1,decode:tp1,colocated:tp1`) and take what is better not shipped.
+Workers get consecutive devices. `@K` starts a pool at device K instead, so that pools may share devices:
+`prefill:tp1@0,decode:tp1@0` puts both on one, for testing. Colocated workers may be combined with both other pools
+(`prefill:tp1,decode:tp1,colocated:tp1`) and take requests that are better not shipped.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Role(StrEnum):
 
 
 class Schedule(StrEnum):
-    """How the stages of a decode pipeline are run."""
+    """The execution of a decode pipeline's stages."""
 
-    STAGES = "stages"  # one program a stage, each on its own devices
-    RING = "ring"  # one program over all of them
+    STAGES = "stages"  # one program per stage, each on its own devices
+    RING = "ring"  # one program over all stages
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """`count` equal workers of one role, each a mesh of `pp` stages by `tp` shards."""
+    """A pool of `count` equal workers of one role, each a mesh of `pp` stages by `tp` shards."""
 
     role: Role
     count: int = 1
@@ -68,7 +68,7 @@ class PoolSpec:
     tp: int = 1
     first_device: int | None = None  # None: the device after the pool before
     schedule: Schedule = Schedule.STAGES
-    platform: str = ""  # of its devices; "": as all others'
+    platform: str = ""  # of its devices; "": the platform of all pools
 
     def __str__(self) -> str:
         stages = "ring" if self.schedule is Schedule.RING else "pp"
@@ -80,7 +80,7 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMesh:
-    """One worker's place: devices `first_device` to `first_device + pp * tp`, stage-major."""
+    """The devices of one worker: `first_device` to `first_device + pp * tp`, stage-major."""
 
     worker: WorkerId
     role: Role
@@ -101,7 +101,7 @@ class MeshSpec:
 
     @staticmethod
     def parse(text: str) -> MeshSpec:
-        """Raises MeshError saying what is wrong and what the grammar is."""
+        """Parses a mesh. Raises MeshError with the fault and the grammar."""
         spec = MeshSpec(MeshSpec.pools_of(text))
         roles = [pool.role for pool in spec.pools]
         if len(set(roles)) != len(roles):
@@ -121,7 +121,7 @@ class MeshSpec:
 
     @staticmethod
     def pools_of(text: str) -> tuple[PoolSpec, ...]:
-        """Pools that need make no whole mesh. Raises MeshError."""
+        """Parses pools that need not make a whole mesh. Raises MeshError."""
         return tuple(_parse_pool(part, text) for part in text.replace(" ", "").split(","))
 
     def __str__(self) -> str:
@@ -129,21 +129,22 @@ class MeshSpec:
 
     @property
     def num_devices(self) -> int:
-        """Devices the machine must have: up to the last one that a worker stands on."""
+        """Returns the devices that the machine must have: up to the last one of any worker."""
         return max(place.device_ids.stop for place in self.workers())
 
     @property
     def decode_pp(self) -> int:
-        """Stages of the workers that decode; a prefill worker without stages runs its layers in as many groups."""
+        """Returns the stages of the workers that decode; a prefill worker without stages runs its layers in as many
+        groups."""
         return next(pool.pp for pool in self.pools if pool.role.decodes)
 
     @property
     def platforms(self) -> tuple[str, ...]:
-        """Of its pools, each once, those of accelerators first; () where all are as --platform says."""
+        """Returns the platforms of its pools, each once, accelerators first; () if all use --platform."""
         return tuple(sorted({pool.platform for pool in self.pools if pool.platform}, key=lambda name: name == "cpu"))
 
     def check_platforms(self, text: str) -> None:
-        """Raises MeshError unless every pool names its platform, or none does, and no device is of two."""
+        """Raises MeshError unless every pool names its platform, or none does, and no device has two."""
         if self.platforms and not all(pool.platform for pool in self.pools):
             raise MeshError(f"mesh {text!r} names the platform of some pools: name each one's, or none's")
         if {"gpu", "tpu"} <= set(self.platforms):
@@ -157,11 +158,11 @@ class MeshSpec:
 
     @property
     def is_ring(self) -> bool:
-        """Whether the workers that decode run their stages as a ring."""
+        """Returns True if the workers that decode run their stages as a ring."""
         return any(pool.schedule is Schedule.RING for pool in self.pools)
 
     def workers(self) -> tuple[WorkerMesh, ...]:
-        """Every worker with its devices, in the order of the text."""
+        """Returns every worker with its devices, in the order of the text."""
         placed, first = list[WorkerMesh](), 0
         for pool in self.pools:
             first = first if pool.first_device is None else pool.first_device
@@ -172,19 +173,20 @@ class MeshSpec:
         return tuple(placed)
 
     def place_of(self, *, decodes: bool) -> WorkerMesh:
-        """A worker that decodes, or one that computes prompts: the first of those that do nothing else, or of both."""
+        """Returns the first worker that decodes, or that computes prompts: one with only that role if there is one,
+        else one of both."""
         only = Role.DECODE if decodes else Role.PREFILL
         places = self.workers()
         return next((each for each in places if each.role is only), places[0])
 
     def on_device(self) -> dict[int, tuple[WorkerId, ...]]:
-        """Who stands on each device that is used; more than one where pools were placed on the same."""
+        """Returns the workers on each used device; more than one if pools share devices."""
         places = self.workers()
         used = sorted({device for place in places for device in place.device_ids})
         return {device: tuple(p.worker for p in places if device in p.device_ids) for device in used}
 
     def shared(self) -> dict[tuple[WorkerId, ...], tuple[int, ...]]:
-        """The devices of each group of workers that stand on the same ones; empty where nobody shares."""
+        """Returns the devices of each group of workers that share them; empty if no device is shared."""
         found: dict[tuple[WorkerId, ...], tuple[int, ...]] = {}
         for device, workers in self.on_device().items():
             if len(workers) > 1:

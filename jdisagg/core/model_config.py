@@ -1,7 +1,7 @@
-"""The numbers of a model and the arithmetic over them: weights, KV bytes and FLOPs. No arrays, no files, no tensors.
+"""The numbers of a model and arithmetic over them: weights, KV bytes and FLOPs. No arrays, no files, no tensors.
 
-The engine, the roofline, the simulator's cost models and the planner all count by what is here; what they add is how
-fast a chip is, and how a model is cut into stages.
+The engine, the roofline, the simulator's cost models and the planner all use these counts. They add the rates of a
+chip, and the split of a model into stages.
 """
 
 from __future__ import annotations
@@ -12,115 +12,111 @@ from typing import NamedTuple
 
 from jdisagg.core.layout.tensor_cut import Channels, KVHeads, QueryHeads
 
-# The numbers of a mixture of experts (Shazeer et al. 2017): what a layer has in place of one MLP.
+# The numbers of a mixture of experts (Shazeer et al. 2017), which replaces the MLP of a layer.
 
 ROUTERS = (
-    "softmax",  # probabilities over all experts, the likeliest are taken (Switch, Mixtral, Qwen, DeepSeek-V2)
-    "chosen",  # the highest logits are taken, probabilities over those alone (gpt-oss)
-    "sigmoid",  # each expert's own score; a correction is added for the choice alone (DeepSeek-V3)
+    "softmax",  # probabilities over all experts, the highest are selected (Switch, Mixtral, Qwen, DeepSeek-V2)
+    "chosen",  # the highest logits are selected, with probabilities over those alone (gpt-oss)
+    "sigmoid",  # each expert's own score; a correction is added for the selection alone (DeepSeek-V3)
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """`number` gated MLPs of `width` channels, of which every token is sent to `per_token`."""
+    """A mixture of `number` gated MLPs of `width` channels; every token is sent to `per_token` of them."""
 
     number: int
     per_token: int
     width: int
     router: str = "softmax"
-    normalised: bool = False  # the weights of a token's experts are made to sum to 1
-    scale: float = 1.0  # of those weights, at last
-    groups: int = 1  # experts lie in so many groups, and a token's are all of `kept_groups` of them
+    normalised: bool = False  # True: the weights of a token's experts are normalised to sum to 1
+    scale: float = 1.0  # factor of those weights, applied last
+    groups: int = 1  # groups of experts; a token's experts are all of `kept_groups` of them
     kept_groups: int = 1
-    group_top: int = 1  # a group scores as the sum of so many of its best
-    shared_width: int = 0  # channels of an MLP that every token is sent to as well
+    group_top: int = 1  # a group's score is the sum of this many of its best
+    shared_width: int = 0  # channels of the shared MLP that every token is sent to as well
     router_bias: bool = False
     bias: bool = False
-    clamped: bool = False  # the gate's activation is gpt-oss', in place of the model's
-    dense_layers: tuple[int, ...] = ()  # that have the plain MLP instead
+    clamped: bool = False  # True: the gate has the activation of gpt-oss, not the model's
+    dense_layers: tuple[int, ...] = ()  # layers with a plain MLP instead
 
     def __post_init__(self) -> None:
         assert self.router in ROUTERS, f"router {self.router!r} is none of {', '.join(ROUTERS)}"
 
     @property
     def channels(self) -> int:
-        """Of all of them, the MLP of every token among them."""
+        """Returns the channels of all experts and of the shared MLP."""
         return self.number * self.width + self.shared_width
 
     def expected_distinct(self, tokens: float) -> float:
-        """Experts that `tokens` tokens are sent to, where each is as likely as any other."""
+        """Returns the expected number of experts that `tokens` tokens are sent to, if all are equally likely."""
         return self.number * (1.0 - (1.0 - self.per_token / self.number) ** tokens)
 
     def layer_kinds(self, layers: range) -> tuple[tuple[int, int], ...]:
-        """(a layer of the kind, how many there are) of the dense and of the sparse layers among `layers`."""
+        """Returns (a layer of the kind, number of such layers) of the dense and of the sparse layers among `layers`."""
         dense = [layer for layer in layers if layer in self.dense_layers]
         sparse = [layer for layer in layers if layer not in self.dense_layers]
         return tuple((kind[0], len(kind)) for kind in (dense, sparse) if kind)
 
     def held(self, tp: int) -> int:
-        """Of one of `tp` shards."""
+        """Returns the experts of one of `tp` shards."""
         return experts_held(self.number, tp)
 
 
 def experts_held(number: int, tp: int) -> int:
-    """Experts of one of `tp` shards; behind the last there may be some that no token is sent to."""
+    """Returns the experts of one of `tp` shards; the last ones may be padding that no token is sent to."""
     return -(-number // tp)
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Rotary frequency scaling, of one of four kinds.
-
-    "linear"; "llama3" (Llama 3.1 technical report, long-context section); "yarn" (Peng et al. 2023, section 3.4);
-    "longrope" (Ding et al. 2024), whose factors are those of prompts up to the original length.
-    """
+    """Rotary frequency scaling, of one of four kinds. "linear"; "llama3" (Llama 3.1 technical report, long-context
+    section); "yarn" (Peng et al. 2023, section 3.4); "longrope" (Ding et al. 2024), whose factors are those of prompts
+    up to the original length."""
 
     kind: str
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    attention_factor: float = 1.0  # yarn, longrope: of cosines and sines
-    beta_fast: float = 32.0  # yarn: turns within the original length, above which a frequency is kept
-    beta_slow: float = 1.0  # yarn: below which it is stretched
-    truncate: bool = True  # yarn: bounds are whole pairs
+    attention_factor: float = 1.0  # yarn, longrope: factor of cosines and sines
+    beta_fast: float = 32.0  # yarn: rotations within the original length above which a frequency is not changed
+    beta_slow: float = 1.0  # yarn: rotations below which it is interpolated
+    truncate: bool = True  # yarn: bounds are rounded to whole pairs
     factors: tuple[float, ...] = ()  # longrope: a divisor for each frequency
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): what is kept of a token is one row for all heads,
-    a latent from which every head's key and value are made, and a rotated key that all heads share.
-
-    As attention over pages sees it there is one KV head, of `row_size` numbers, whose first `kv_lora_rank` are V.
-    """
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1). One row per token is cached for all heads: a latent
+    from which every head's key and value are computed, and a rotated key that all heads share. Paged attention sees one
+    KV head, of `row_size` numbers, whose first `kv_lora_rank` are V."""
 
     kv_lora_rank: int  # numbers of the latent
-    q_lora_rank: int | None  # of the queries' own latent; None where queries are made at once
-    qk_nope_head_dim: int  # of a head's query and key that are not rotated
-    qk_rope_head_dim: int  # that are rotated
+    q_lora_rank: int | None  # numbers of the queries' own latent; None if queries have none
+    qk_nope_head_dim: int  # numbers of a head's query and key without rotation
+    qk_rope_head_dim: int  # numbers with rotation
     v_head_dim: int
-    mscale_all_dim: float = 0.0  # by which logits of a stretched context are scaled; 0 means they are not
-    interleaved: bool = True  # pairs that are rotated lie next to each other in the checkpoint
+    mscale_all_dim: float = 0.0  # scale of the logits of an extended context; 0: none
+    interleaved: bool = True  # True: rotated pairs are adjacent in the checkpoint
 
     @property
     def row_size(self) -> int:
-        """Numbers that are kept of a token."""
+        """Returns the cached numbers per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def q_head_dim(self) -> int:
-        """Numbers of a head's query."""
+        """Returns the numbers of a head's query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def up_size(self) -> int:
-        """Numbers that are made of a latent for each head."""
+        """Returns the numbers computed from a latent for each head."""
         return self.qk_nope_head_dim + self.v_head_dim
 
     def layer_params(self, hidden_size: int, heads: int) -> int:
-        """Weights of the matrices around the attention of `heads` heads."""
+        """Returns the weights of the matrices around the attention of `heads` heads."""
         q = heads * self.q_head_dim
         rank = self.q_lora_rank
         queries = hidden_size * q if rank is None else rank * (hidden_size + q)
@@ -128,25 +124,24 @@ class Latent:
         return queries + latents + heads * self.v_head_dim * hidden_size
 
     def pair_flops(self, *, absorbed: bool) -> int:
-        """FLOPs of a query and a key of one head: over latents, or over keys and values made of them."""
+        """Returns the FLOPs of a query and a key of one head: over latents, or over keys and values computed from
+        them."""
         return 2 * (self.row_size + self.kv_lora_rank if absorbed else self.q_head_dim + self.v_head_dim)
 
 
 class AttentionOptions(NamedTuple):
-    """What attention kernels are told of a layer; the names are theirs."""
+    """The options of attention kernels for one layer, with the kernels' names."""
 
-    scale: float  # of the logits
-    window: int | None  # only the last so many tokens are seen, the query's own counted
+    scale: float  # factor of the logits
+    window: int | None  # tokens seen, the query's own included; None: all
     soft_cap: float | None  # logits become soft_cap * tanh(logits / soft_cap)
-    value_size: int | None = None  # of pages that hold K alone: V is so many of its first numbers
+    value_size: int | None = None  # for pages that hold K alone: V is this many of its first numbers
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLPs or experts.
-
-    The last field is for models that others published and that only arithmetic knows.
-    """
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLPs or experts. The last
+    field is for published models that are only used in arithmetic."""
 
     family: str  # a name of `model/families`
     vocab_size: int
@@ -165,28 +160,29 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before the rotation
-    qk_norm_is_wide: bool = False  # that norm is over all heads at once (OLMo 2)
+    qk_norm_is_wide: bool = False  # True: that norm is over all heads at once (OLMo 2)
     layer_windows: tuple[int | None, ...] = ()  # sliding window per layer in tokens; () means none anywhere
-    local_rope_theta: float | None = None  # of layers with a window, unscaled, where theirs is another (Gemma 3)
-    rotary_dim: int = 0  # numbers of a head that are rotated, the first ones; 0 means all
-    norms: str = "before"  # where a layer's norms are: "before" attention and MLP, "after" (OLMo 2), "both" (Gemma 2)
+    local_rope_theta: float | None = None  # of layers with a window, unscaled, if it differs (Gemma 3)
+    rotary_dim: int = 0  # rotated numbers of a head, the first ones; 0: all
+    norms: str = "before"  # position of a layer's norms: "before" attention and MLP, "after" (OLMo 2), "both" (Gemma 2)
     norm_offset: float = 0.0  # added to the weights of norms (Gemma: 1)
     activation: str = "silu"  # of the MLP's gate: "silu" or "gelu_tanh"
-    embedding_scale: float = 1.0  # of embedded tokens (Gemma: sqrt(hidden_size))
-    query_scale: float | None = None  # of attention logits; None means head_dim**-0.5
+    embedding_scale: float = 1.0  # factor of embeddings (Gemma: sqrt(hidden_size))
+    query_scale: float | None = None  # factor of attention logits; None: head_dim**-0.5
     attention_soft_cap: float | None = None
-    final_soft_cap: float | None = None  # of the logits of tokens
-    sinks: bool = False  # each head has a logit that takes its share of attention and adds nothing (gpt-oss)
-    experts: Experts | None = None  # in place of the MLP, in all layers but those it names
+    final_soft_cap: float | None = None  # soft cap of token logits
+    sinks: bool = False  # True: each head has a logit that takes its share of attention without a value (gpt-oss)
+    experts: Experts | None = None  # replaces the MLP in all layers except `dense_layers`
     latent: Latent | None = None  # MLA: then num_kv_heads is 1, head_dim the latent's row_size
-    mlp_matrices: int = 3  # 2 where the MLP has no gate
+    mlp_matrices: int = 3  # 2 if the MLP has no gate
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of one layer in tokens (a query sees the last `window` tokens, itself included)."""
+        """Returns the sliding window of one layer in tokens (a query sees the last `window` tokens, itself
+        included)."""
         return self.layer_windows[layer] if self.layer_windows else None
 
     def attention(self, layer: int) -> AttentionOptions:
-        """How one layer attends."""
+        """Returns the attention options of one layer."""
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         rank = self.latent.kv_lora_rank if self.latent else None
         return AttentionOptions(scale, self.window(layer), self.attention_soft_cap, rank)
@@ -201,16 +197,16 @@ class ModelConfig:
 
     @property
     def q_cut(self) -> QueryHeads:
-        """How numbers of queries are spread over shards."""
+        """Returns the split of queries over shards."""
         return QueryHeads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def kv_cut(self) -> KVHeads:
-        """How numbers of keys, and of values, are."""
+        """Returns the split of keys and of values over shards."""
         return KVHeads(self.num_kv_heads, self.head_dim)
 
     def heads_of_shard(self, tp: int) -> int:
-        """Query heads that each of `tp` shards has, padding included."""
+        """Returns the query heads of each of `tp` shards, padding included."""
         return self.q_cut.width(tp) // self.head_dim
 
     @property
@@ -219,42 +215,39 @@ class ModelConfig:
 
     @property
     def attention_kind(self) -> str:
-        """MHA, GQA (Ainslie et al. 2023) or MLA."""
+        """Returns MHA, GQA (Ainslie et al. 2023) or MLA."""
         return "MLA" if self.latent else "MHA" if self.num_kv_heads == self.num_heads else "GQA"
 
     # ------------------------------------------------------------ weights
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer has experts."""
+        """Returns True if the layer has experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def layer_params(self, tp: int = 1, layer: int | None = None) -> int:
-        """Weights of one layer's matrices that one of `tp` shards holds; of the mean layer unless one is named.
-
-        Norms and biases are left out: they are noise next to these. Heads and channels that are padding count.
-        """
+        """Returns the weights of one layer's matrices on one of `tp` shards; of the mean layer unless one is named.
+        Norms and biases are left out, as they are negligible. Padded heads and channels count."""
         if layer is None:
             return sum(self.layer_params(tp, each) * count for each, count in self.layer_kinds()) // self.num_layers
         experts = self.experts.held(tp) if self.experts else 0
         return round(self._layer_params(tp, layer, experts))
 
     def active_params(self, tp: int = 1, layer: int | None = None) -> float:
-        """As `layer_params`, but what multiplies and adds for one token: of experts, those it is sent to."""
+        """Returns `layer_params`, but only the weights used for one token: of experts, those it is sent to."""
         if layer is None:
             return self._mean(self.active_params(tp, each) * count for each, count in self.layer_kinds())
         return self._layer_params(tp, layer, self.experts.per_token / tp if self.experts else 0)
 
     def read_params(self, tokens: float, tp: int = 1, layer: int | None = None) -> float:
-        """As `layer_params`, but what a step of `tokens` tokens reads: of experts, those that any of them is sent to.
-
-        Each expert is taken to be as likely as any other.
-        """
+        """Returns `layer_params`, but only the weights that a step of `tokens` tokens reads: of experts, those that any
+        of them is sent to, all equally likely."""
         if layer is None:
             return self._mean(self.read_params(tokens, tp, each) * count for each, count in self.layer_kinds())
         return self._layer_params(tp, layer, self.experts.expected_distinct(tokens) / tp if self.experts else 0)
 
     def layer_kinds(self, layers: range | None = None) -> tuple[tuple[int, int], ...]:
-        """(a layer of the kind, how many there are) of the dense and of the sparse layers among `layers`, or of all."""
+        """Returns (a layer of the kind, number of such layers) of the dense and of the sparse layers among `layers`, or
+        of all."""
         layers = range(self.num_layers) if layers is None else layers
         return ((layers.start, len(layers)),) if self.experts is None else self.experts.layer_kinds(layers)
 
@@ -262,7 +255,7 @@ class ModelConfig:
         return sum(sums) / self.num_layers
 
     def _layer_params(self, tp: int, layer: int, experts: float) -> float:
-        """Of one of `tp` shards, that counts so many of a sparse layer's experts."""
+        """Returns the weights on one of `tp` shards, counting `experts` of a sparse layer's experts."""
         return self._attention_params(tp) + self._mlp_params(tp, layer, experts)
 
     def _attention_params(self, tp: int) -> int:
@@ -279,12 +272,13 @@ class ModelConfig:
 
     @property
     def expert_params(self) -> int:
-        """Weights of the experts of all layers, the one of all tokens among them."""
+        """Returns the weights of the experts of all layers, the shared ones included."""
         layers = sum(count for layer, count in self.layer_kinds() if self.is_sparse(layer))
         return layers * self.mlp_matrices * self.hidden_size * self.experts.channels if self.experts else 0
 
     def widest_row(self, tp: int = 1) -> int:
-        """Numbers that a layer makes of one row at most, on one of `tp` shards: each of its experts makes its own."""
+        """Returns the most numbers that a layer computes per row on one of `tp` shards: each of its experts computes
+        its own."""
         dense = any(not self.is_sparse(layer) for layer, _ in self.layer_kinds())
         widths = [2 * self.mlp_cut.width(tp)] if dense else []
         if self.experts is not None:
@@ -293,19 +287,20 @@ class ModelConfig:
 
     @property
     def embedding_params(self) -> int:
-        """Weights of the embedding, which every shard of the first stage holds whole."""
+        """Returns the weights of the embedding, which every shard of the first stage holds whole."""
         return self.vocab_size * self.hidden_size
 
     def head_params(self, tp: int = 1) -> int:
-        """Weights of the head that one of `tp` shards multiplies by: all, where the vocabulary does not divide."""
+        """Returns the weights of the head on one of `tp` shards: all, if the vocabulary is not divisible."""
         return self.embedding_params // (tp if self.vocab_size % tp == 0 else 1)
 
     def num_params(self, tp: int = 1) -> int:
-        """Weights of all matrices, the embedding counted once when it is tied; layers as `tp` shards hold them."""
+        """Returns the weights of all matrices, the embedding counted once when it is tied; layers as `tp` shards hold
+        them."""
         return tp * sum(self.layer_params(tp, layer) * count for layer, count in self.layer_kinds()) + self._tables
 
     def num_active_params(self) -> int:
-        """Those that a token meets, counted as `num_params` counts."""
+        """Returns the weights used for one token, counted as in `num_params`."""
         return round(self.num_layers * self.active_params()) + self._tables
 
     @property
@@ -315,50 +310,48 @@ class ModelConfig:
     # ------------------------------------------------------------ KV
 
     def layer_kv_size(self, tp: int = 1) -> int:
-        """Numbers that one token leaves in the KV cache of one layer of one of `tp` shards."""
+        """Returns the numbers that one token adds to the KV cache of one layer on one of `tp` shards."""
         return (1 if self.latent else 2) * self.kv_cut.width(tp)
 
     def kv_bytes(self, tokens: float, number_bytes: float = 2.0, tp: int = 1) -> float:
-        """Bytes of the KV of `tokens` tokens on one of `tp` shards, all layers, so many for each number of K and V."""
+        """Returns the KV bytes of `tokens` tokens on one of `tp` shards, all layers, with `number_bytes` per number of
+        K and V."""
         return self.num_layers * self.layer_kv_size(tp) * tokens * number_bytes
 
     # ------------------------------------------------------------ FLOPs
 
     def linear_flops(self, tokens: float, tp: int = 1, layer: int | None = None) -> float:
-        """FLOPs of one layer's matrices over `tokens` tokens, on one of `tp` shards; of the mean layer unless named."""
+        """Returns the FLOPs of one layer's matrices over `tokens` tokens, on one of `tp` shards; of the mean layer
+        unless named."""
         return 2 * self.active_params(tp, layer) * tokens
 
     def attention_flops(self, pairs: float, tp: int = 1, *, decoding: bool = False) -> float:
-        """FLOPs of one of `tp` shards of a layer's attention over `pairs` pairs of a query and a key that it sees."""
+        """Returns the FLOPs of one layer's attention over `pairs` visible pairs of a query and a key, on one of `tp`
+        shards."""
         if self.latent:
             return self.heads_of_shard(tp) * self.latent.pair_flops(absorbed=decoding) * pairs
         return 4 * self.q_cut.width(tp) * pairs
 
     def prefill_flops(self, tokens: float, cached: float = 0.0) -> float:
-        """FLOPs of a prompt of `tokens` tokens whose first `cached` are there already, all pairs counted.
-
-        Mooncake (Qin et al., FAST 2025), equation 1; the head is left out.
-        """
+        """Returns the FLOPs of a prompt of `tokens` tokens of which the first `cached` are cached, all pairs counted.
+        Mooncake (Qin et al., FAST 2025), equation 1; the head is left out."""
         return self.num_layers * (self.linear_flops(tokens - cached) + self.attention_flops(tokens**2 - cached**2))
 
 
-# What the numbers of a model's matrices are: one value that loading, programs, identities and pages' budgets
-# share.
+# The number formats of a model's matrices, shared by loading, programs, identities and page budgets.
 
-AS_ACTIVATIONS = "dtype"  # matrices hold what --dtype says
-SCALED = ("int8", "fp8")  # one scale an output channel, activations rounded a token at a time
-# The expert of all tokens is never scaled, as the others are not: its shards' sums are added with theirs, and each
-# shard would round a token by the scale of its own channels alone.
+AS_ACTIVATIONS = "dtype"  # matrices have the dtype of --dtype
+SCALED = ("int8", "fp8")  # one scale per output channel, activations rounded per token
+# The shared expert is never scaled, as the other experts are not: its shards' sums are added to theirs, and each shard
+# would round a token by the scale of its own channels alone.
 SHARED = ".mlp.shared."
 NAMES = (AS_ACTIVATIONS, "float32", "bfloat16", *SCALED)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """One of "dtype", "float32", "bfloat16", "int8" and "fp8" for all matrices but those of `full`.
-
-    Experts are never scaled: theirs hold what activations do in place of int8 and fp8.
-    """
+    """The format of weights: "dtype", "float32", "bfloat16", "int8" or "fp8" for all matrices except those of `full`.
+    Experts are never scaled: with int8 and fp8 they have the dtype of activations."""
 
     dtype: str = AS_ACTIVATIONS
     full: frozenset[str] = frozenset()  # as "11.mlp.down": a layer of the model and its matrix
@@ -368,12 +361,12 @@ class WeightFormat:
         return self.dtype in SCALED
 
     def of(self, matrix: str) -> str:
-        """The dtype of one matrix, named as those of `full`, or "head"."""
+        """Returns the dtype of one matrix, named as in `full`, or "head"."""
         return AS_ACTIVATIONS if matrix in self.full or (self.is_scaled and SHARED in matrix) else self.dtype
 
     @property
     def of_experts(self) -> str:
-        """The dtype of experts' matrices."""
+        """Returns the dtype of the experts' matrices."""
         return AS_ACTIVATIONS if self.is_scaled else self.dtype
 
     def __str__(self) -> str:

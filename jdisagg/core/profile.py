@@ -1,4 +1,4 @@
-"""What a run's own programs took on its own devices: the table that a simulation is priced by, as one JSON file.
+"""Profile of a run's own programs on its own devices: the times that a simulation uses, as one JSON file.
 
 Seconds are medians of interleaved repeats. A pool stands for all workers of its role, tp and pp.
 """
@@ -20,38 +20,40 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class PrefillTime:
-    """A chunk of `tokens` tokens, behind `context` tokens of the same prompt that are in the pages already."""
+    """The time of a chunk of `tokens` tokens behind `context` cached tokens of the same prompt."""
 
     bucket_tokens: int
     tokens: int
     context: int
-    seconds: float  # until its drawn token is on the host
+    seconds: float  # until its sampled token is on the host
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """A step of one microbatch with `batch` active slots that hold `context` tokens each; of a ring, a dispatch."""
+    """The time of a step of one microbatch with `batch` active slots of `context` tokens each; for a ring, of a
+    dispatch."""
 
     table_pages: int
     batch: int
     context: int
-    seconds: float  # from one step to the next, steps dispatched ahead as in the run
+    seconds: float  # from one step to the next, with steps dispatched ahead as in the run
     stages: tuple[
         float, ...
-    ]  # of each stage alone; what the draw takes is in `Pool`; of a ring none: it is one program
-    turns: int = 1  # tokens of each slot
+    ]  # of each stage alone, without sampling (see `Pool`); empty for a ring, which is one program
+    turns: int = 1  # tokens per slot
 
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """One part of KV to a decode worker in this process: all layers of `pages` pages, or one layer group's."""
+    """The time of one KV chunk to a decode worker in this process: all layers of `pages` pages, or one layer
+    group's."""
 
     mode: str  # "chunk": all layers at once; "layer": one group
     wire: str
     pages: int
     size_bytes: int
-    ship_s: float  # packed, and landed on the destination's devices
-    insert_s: float  # checked, and written into pages
+    ship_s: float  # to pack and to land on the destination's devices
+    insert_s: float  # to check and to write into pages
 
     @property
     def seconds(self) -> float:
@@ -60,54 +62,53 @@ class TransferTime:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTime:
-    """One declared program over null pages and idle slots: what it takes whatever the load is."""
+    """The time of one declared program over null pages and idle slots, independent of the load."""
 
     kind: str
     stage: int
-    size: int  # tokens of a chunk, pages of a table, rows of a draw
+    size: int  # tokens of a chunk, pages of a table, rows of a sampling program
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Times of one kind of worker; a prefill worker has no decode times, and the other way round."""
+    """The times of one kind of worker; a prefill worker has no decode times, and vice versa."""
 
-    config: WorkerConfig  # of the first of them
+    config: WorkerConfig  # of the first worker
     tp: int
     pp: int
     prefill: tuple[PrefillTime, ...] = ()
     decode: tuple[DecodeTime, ...] = ()
-    first_draw_s: float = 0.0  # of a chunk's logits
-    draw_s: float = 0.0  # of a step's logits
-    admit_s: float = 0.0  # that a step takes longer when sequences join it
-    programs: tuple[ProgramTime, ...] = ()  # every one that its steps are made of
+    first_draw_s: float = 0.0  # sampling from a chunk's logits
+    draw_s: float = 0.0  # sampling from a step's logits
+    admit_s: float = 0.0  # additional time of a step that admits sequences
+    programs: tuple[ProgramTime, ...] = ()  # all programs of its steps
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the actors, the driver and its threads add to the machines' own times, a lone request's."""
+    """The host time that actors, driver and threads add to the executors' own times, for a lone request."""
 
-    prefill_s: float = 0.0  # a plan
-    decode_s: float = 0.0  # a step
-    message_s: float = 0.0  # a word between actors
+    prefill_s: float = 0.0  # per prefill plan
+    decode_s: float = 0.0  # per decode step
+    message_s: float = 0.0  # per message between actors
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """How far a simulation with this profile was from a live run, the last time anybody looked. Shares, not percent."""
+    """The deviation of a simulation with this profile from a live run, when last compared. Shares, not percent."""
 
     when: str
     workload: str
-    errors: dict[str, float]  # of the means, by name: (simulated - live) / live
-    mape: float  # mean of their absolute values
+    errors: dict[str, float]  # errors of the means, by name: (simulated - live) / live
+    mape: float  # mean of the errors' absolute values
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The file. `slowdown[a][b]`: how much longer phase a takes while another device of the machine is busy with b.
-
-    0: they are independent devices. Meshes of virtual CPU devices share cores and memory, and are not.
-    """
+    """The contents of a profile file. `slowdown[a][b]` is how much longer phase a takes while another device of the
+    machine is busy with b. 0: the devices are independent. Meshes of virtual CPU devices share cores and memory, and
+    are not independent."""
 
     machine: str
     platform: str
@@ -132,7 +133,7 @@ class Profile:
         return json.dumps({"version": VERSION, **record}, indent=1) + "\n"
 
     def save(self, path: Path | str) -> None:
-        """Raises ConfigError where the file cannot be written."""
+        """Writes the file. Raises ConfigError if it cannot be written."""
         try:
             Path(path).write_text(self.to_json(), encoding="utf-8")
         except OSError as error:
@@ -143,7 +144,7 @@ class Profile:
 
 
 def read_profile(path: Path | str) -> Profile:
-    """A file that `save` wrote. Raises ConfigError, in one line, for any other."""
+    """Reads a file that `save` wrote. Raises ConfigError, in one line, for any other."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What a device does in one program, in the order that its compiler chose: products, collectives that start and end.
+"""The schedule of one program on a device, as its compiler ordered it: products, and collectives that start and end.
 
-A collective whose start and end stand apart goes on while what stands between them runs, and only what is left of it at
-its end is waited for. Whoever knows a chip says how long a product and a collective take; `waited` says what remains.
+A collective runs in the background between its start and its end; only its remaining time at the end is waited for. The
+caller passes functions for the time of a product and of a collective; `waited` returns the waiting time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jdisagg.core.hardware import Collective, Work
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Of a collective, which has a name within its program."""
+    """The start of a collective, which has a name within its program."""
 
     name: str
     collective: Collective
@@ -22,7 +22,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where it is waited for."""
+    """The point that waits for a collective."""
 
     name: str
 
@@ -39,21 +39,21 @@ Events = tuple[Work | Start | End | Turns, ...]
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Seconds of all collectives, and those of them in which the device has nothing else to do."""
+    """The seconds of all collectives, and those in which the device is idle."""
 
     total_s: float
     exposed_s: float
 
     @property
     def hidden(self) -> float:
-        """Share; of nothing all is hidden."""
+        """Returns the share of collective time that is hidden; 1 without collectives."""
         return max(1 - self.exposed_s / self.total_s, 0.0) if self.total_s else 1.0
 
 
 @dataclass
 class _Clock:
     now_s: float = 0.0
-    links_s: float = 0.0  # when the links are free again
+    links_s: float = 0.0  # time at which the links are free again
     total_s: float = 0.0
     exposed_s: float = 0.0
 
@@ -64,10 +64,9 @@ def waited(
     collective_s: Callable[[Collective], float],
     loops: Sequence[int] = (),
 ) -> Waited:
-    """Collectives share the links, one after the other; one without an end in its loop's body is waited for there.
-
-    loops: how often each goes round, from the outermost in; one that is deeper counts once (a draw's bisections).
-    """
+    """Computes the waiting time. Collectives use the links one after another; one without an end in its loop's body is
+    waited for there. loops: iterations of nested loops, outermost first; a deeper loop counts once (the bisections of
+    sampling)."""
     clock = _Clock()
     _run(events, work_s, collective_s, loops, clock)
     return Waited(clock.total_s, clock.exposed_s)

@@ -1,7 +1,7 @@
-"""The adapters that a machine has on its devices: a fixed number of slots, filled as steps ask for them.
+"""LoRA adapters on an executor's devices: a fixed number of slots, filled as steps need them.
 
-A step names the adapters of its rows. What is not there is read then, in program order, in the place of one that no row
-of this step asks for; programs and shapes stay what they were. Steps under way keep what they were dispatched with.
+A step names the adapters of its rows. Missing ones are loaded in program order, in place of adapters that no row of
+this step needs; programs and shapes do not change. Steps in flight keep the adapters they were dispatched with.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger("jdisagg.adapters")
 
 
 class Filled(NamedTuple):
-    """A layer group's factors with one slot filled anew; the slot says when that is done."""
+    """A layer group's factors with one slot refilled; `slot` becomes ready when that is done."""
 
     factors: list[Array]
     slot: Array
 
 
 class SlotPrograms:
-    """What fills a slot of one layer group's factors, or of a ring's."""
+    """The program that fills an adapter slot of one layer group's factors, or of a ring's."""
 
     def __init__(self, params: AdaptedParams, mesh: Submesh | RingMesh) -> None:
         self.params, self.mesh = params, mesh
@@ -65,23 +65,23 @@ class SlotPrograms:
 
 
 def declared_fills(programs: Sequence[SlotPrograms | None]) -> list[DeclaredProgram]:
-    """By stage; None where its rows have no adapters."""
+    """Declares the fill programs by stage; None in `programs`: the stage has no adapters."""
     return [each.declared(stage) for stage, each in enumerate(programs) if each is not None]
 
 
 class AdapterSlots:
-    """A machine's, alike on all its layer groups."""
+    """The adapter slots of one executor, alike on all its layer groups."""
 
     def __init__(self, model: ModelConfig, programs: Sequence[SlotPrograms], slots: int, max_rank: int) -> None:
         self.model, self.programs, self.max_rank = model, programs, max_rank
-        self._slots: dict[Adapter, int] = {}  # those that were asked for longest ago first
+        self._slots: dict[Adapter, int] = {}  # least recently used first
         self._free = list(range(slots))
         self._unreadable: set[Adapter] = set()
 
-    def here(self, asked: Iterable[SamplingParams]) -> None:
-        """All that these ask for is in slots from now on, but for what cannot be read."""
-        wanted = dict.fromkeys(each.adapter for each in asked if each.adapter is not None)
-        self._unreadable &= wanted.keys()  # once nobody asks for one any more, the next who does has it tried again
+    def load(self, rows: Iterable[SamplingParams]) -> None:
+        """Loads the adapters that the rows need into slots, except those that cannot be read."""
+        wanted = dict.fromkeys(each.adapter for each in rows if each.adapter is not None)
+        self._unreadable &= wanted.keys()  # retried after a step without requests for it
         for adapter in wanted:
             if adapter in self._slots:
                 self._slots[adapter] = self._slots.pop(adapter)
@@ -89,13 +89,14 @@ class AdapterSlots:
                 self._read(adapter, wanted)
 
     def slot_of(self, sampling: SamplingParams | None) -> int:
-        """Where a row's adapter is; NONE where it asks for none, MISSING where it cannot be had."""
+        """Returns the slot of a row's adapter; NONE if it needs none, MISSING if the adapter is not loaded."""
         if sampling is None or sampling.adapter is None:
             return NONE
         return self._slots.get(sampling.adapter, MISSING)
 
     def _read(self, adapter: Adapter, wanted: dict[Adapter, Any]) -> None:
-        """Where that fails, the rows that ask for it draw nothing and end as errors, and no other does."""
+        """Loads an adapter. If that fails, the rows that need it sample nothing and end as errors; other rows are not
+        affected."""
         try:
             weights = read_adapter(adapter, self.model, self.max_rank)
         except CheckpointError as error:

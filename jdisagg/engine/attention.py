@@ -1,4 +1,4 @@
-"""Attention of a step over the pages of a layer group: new keys and values are written, then the pages are read."""
+"""Attention of a step over the pages of a layer group: writes new keys and values, then reads the pages."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ from pallas_kernels import QuantizedPages, paged_attention, prefill_attention, w
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 
-# Chunks of prompts over latent pages, by the cheaper of two ways that give the same
-# (`model/latent_attention.py`).
+# Prompt chunks over latent pages, by the cheaper of two equivalent methods (`model/latent_attention.py`).
 #
-# *Absorbed*, a chunk attends to the latents as decode does. *Expanded*, keys and values of every head are made of
-# the latents that its sequences hold, into pages of their own that last for one layer, and ordinary attention
-# runs over those. Which costs fewer FLOPs depends on how many tokens are held for each new one, so the device
-# decides, chunk by chunk: a prompt without a cached prefix is expanded; a few new tokens behind a long prefix are
-# absorbed.
+# Absorbed: a chunk attends to the latents as decode does. Expanded: the keys and values of every head are computed from
+# the latents of its sequences, into temporary pages for one layer, and ordinary attention runs over those. Which method
+# costs fewer FLOPs depends on the cached tokens per new token, so the device decides per chunk. A prompt without a
+# cached prefix is expanded; a few new tokens after a long prefix are absorbed.
 
-LEAST_ROWS = 64  # of a chunk: what smaller ones could save is not worth a second way in the program
-TOKENS_A_ROW = 4  # tokens that are expanded at most, for each row of the chunk
-EXPANDED_BYTES = 1 << 28  # of expanded pages at most
-BLOCK_TOKENS = 128  # expanded in one product
+LEAST_ROWS = 64  # rows of a chunk; smaller ones save too little for a second method in the program
+TOKENS_A_ROW = 4  # most expanded tokens per row of the chunk
+EXPANDED_BYTES = 1 << 28  # most bytes of expanded pages
+BLOCK_TOKENS = 128  # tokens expanded in one product
 
 
 def prefill_latents(
@@ -42,7 +40,7 @@ def prefill_latents(
     cu_q_lens: Array,
     options: AttentionOptions,
 ) -> Array:
-    """Attention of a packed chunk, [T, H, V]; arguments as of `prefill_attention`."""
+    """Computes the attention of a packed chunk, [T, H, V]; arguments as of `prefill_attention`."""
     spans = table, kv_lens, cu_q_lens
     ways = [partial(way, queries, options=options) for way in (absorbed_prefill, expanded_prefill)]
     most = most_pages(queries, pool, table)
@@ -66,7 +64,7 @@ def expanded_prefill(
     options: AttentionOptions,
     most: int,
 ) -> Array:
-    """most: pages that the sequences with rows in this chunk hold at most."""
+    """Computes attention over expanded pages; most: pages of the sequences with rows in this chunk, at most."""
     held = held_pages(kv_lens, cu_q_lens, pool.shape[3])
     before = jnp.cumulative_sum(held, include_initial=True)
     column = jnp.arange(table.shape[1])[None, :]
@@ -78,10 +76,8 @@ def expanded_prefill(
 
 
 def expanded_pages(queries: LatentQueries, pool: Array, table: Array, before: Array, most: int) -> Array:
-    """[1 + most, H, 2, page_size, D]: keys and values of the pages that are held, one sequence after another.
-
-    before: i32[S + 1], pages of the sequences before each. Page 0 is zeros; what follows the last page is not written.
-    """
+    """Returns [1 + most, H, 2, page_size, D]: keys and values of the held pages, one sequence after another. before:
+    i32[S + 1], pages of the sequences before each. Page 0 is zeros; pages behind the last held one are not written."""
     page_size, heads = pool.shape[3], queries.up.shape[0]
     block = pages_of_block(page_size)
     item = jnp.arange(-(-most // block) * block)
@@ -101,12 +97,11 @@ def expanded_pages(queries: LatentQueries, pool: Array, table: Array, before: Ar
 
 
 def _widened(rows: Array, size: int) -> Array:
-    """Zeros behind the last dimension."""
     return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, size - rows.shape[-1])])
 
 
 def most_pages(queries: LatentQueries, pool: Array, table: Array) -> int:
-    """Pages that a chunk of this shape may expand; 0 where it never does."""
+    """Returns the pages that a chunk of this shape may expand; 0 if it never does."""
     rows, page_size = queries.nope.shape[0], pool.shape[3]
     size = max(queries.key_size, queries.value_size)
     page_bytes = queries.up.shape[0] * 2 * page_size * size * queries.up.dtype.itemsize
@@ -120,29 +115,30 @@ def pages_of_block(page_size: int) -> int:
 
 
 def expansion_pays(queries: LatentQueries, page_size: int, most: int, kv_lens: Array, cu_q_lens: Array) -> Array:
-    """bool[]: whether to expand takes fewer FLOPs, and the pages are there for it."""
+    """Returns bool[]: True if expansion takes fewer FLOPs and fits the temporary pages."""
     pages = jnp.sum(held_pages(kv_lens, cu_q_lens, page_size))
     rows, held = jnp.diff(cu_q_lens).astype(jnp.float32), kv_lens.astype(jnp.float32)
     _, made, rank = queries.up.shape
-    making = 2.0 * rank * made  # of a token and head: its key and value made, or its query absorbed
-    saving = 2.0 * (2 * rank - made)  # of a pair and head; what is rotated costs the same in both ways
+    making = 2.0 * rank * made  # per token and head: its key and value computed, or its query absorbed
+    saving = 2.0 * (2 * rank - made)  # per pair and head; the rotated part costs the same in both methods
     saved = jnp.sum(rows * (held - rows / 2)) * saving
     cost = (pages.astype(jnp.float32) * page_size - jnp.sum(rows)) * making
     return (cost < saved) & (pages <= most)
 
 
 def held_pages(kv_lens: Array, cu_q_lens: Array, page_size: int) -> Array:
-    """i32[S]: pages of each sequence that has rows in the chunk."""
+    """Returns i32[S]: pages of each sequence that has rows in the chunk."""
     return jnp.where(jnp.diff(cu_q_lens) > 0, -(-kv_lens // page_size), 0)
 
 
 def fit_to_keep(k: Array, v: Array | None, value_size: int | None) -> tuple[Array, Array | None]:
-    """[T, Hkv, D] as they may lie in a page: a value that is no number is kept as 0, and its key as NaN.
+    """Returns k and v [T, Hkv, D] without values that would spread: a value that is not finite becomes 0, its key NaN.
 
-    A page is read past its owner's tokens, where it holds what its last owner left, and of the null page anything: by
-    weights of 0, but 0 * NaN is NaN. So one sequence's NaN would end those that get its pages. The key says the same
-    to whoever attends to that token, and to nobody else: logits that are not to be seen are left out, not multiplied.
-    Of a latent the first `value_size` numbers are its value as well, so the rest of it, the rotated key, says it.
+    A page is read past its owner's tokens, where it holds its last owner's data, and the null page may hold anything.
+    The weights there are 0, but 0 * NaN is NaN, so one sequence's NaN would end the sequences that get its pages. The
+    NaN key reports the fault to every row that attends to the token, and to no other: masked logits are replaced, not
+    multiplied. The first `value_size` numbers of a latent are also its value, so the rest, the rotated key, carries the
+    NaN.
     """
     if v is None:
         assert value_size is not None, "a row without V of its own says how much of it is V"
@@ -153,21 +149,22 @@ def fit_to_keep(k: Array, v: Array | None, value_size: int | None) -> tuple[Arra
 
 
 def sharing_rows(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Queries and rows for pages whose K and V share a row, V first (`KVLayout`): what of a query meets V is 0."""
+    """Returns queries and rows for pages whose K and V share a row, V first (`KVLayout`): the query is 0 on V's
+    part."""
     return jnp.concatenate([jnp.zeros_like(q), q], axis=-1), jnp.concatenate([v, k], axis=-1)
 
 
 class DecodeAttentionRows(NamedTuple):
-    """Where a step's decode rows read and write: one new token a slot."""
+    """The pages that a step's decode rows read and write: one new token per row."""
 
-    table: Array  # i32[B, W], or of fewer slots, each with as many rows one behind the other
-    lengths: Array  # i32[B]: tokens to attend to, the new one included; 0 where nothing is drawn
-    pages: Array  # i32[B]: where the new token goes; 0 where it is not to be kept
+    table: Array  # i32[B, W], or fewer rows if each slot has several consecutive rows
+    lengths: Array  # i32[B]: tokens to attend to, the new one included; 0 for idle rows
+    pages: Array  # i32[B]: page of the new token; 0 if it is not kept
     offsets: Array  # i32[B]
 
 
 class ChunkRows(NamedTuple):
-    """Where a step's chunks read and write: row t goes to `offsets[t]` of page `pages[t]` (0: padding)."""
+    """The pages that a step's chunks read and write: row t goes to `offsets[t]` of page `pages[t]` (0: padding)."""
 
     table: Array  # i32[S, W]
     kv_lens: Array  # i32[S]
@@ -180,14 +177,15 @@ Rows = TypeVar("Rows", DecodeAttentionRows | None, ChunkRows | None)
 
 
 def shifted(rows: Rows, offset: Array | int) -> Rows:
-    """The same rows in pages that begin at `offset`; page 0, which nobody reads, is where it was."""
+    """Returns the rows with page numbers shifted by `offset`; page 0, which is never read, is not shifted."""
     if rows is None:
         return rows
     return rows._replace(table=rows.table + offset, pages=jnp.where(rows.pages == 0, 0, rows.pages + offset))
 
 
 def decode_rows(table: Array, positions: Array, alive: Array, page_size: int) -> DecodeAttentionRows:
-    """positions i32[B]: tokens held before the new one; alive bool[B]: the others attend to nothing."""
+    """Returns the attention rows of decode. positions i32[B]: tokens held before the new one; alive bool[B]: other rows
+    attend to nothing."""
     index = positions // page_size
     alive = alive & (index < table.shape[1])
     column = jnp.minimum(index, table.shape[1] - 1).reshape(table.shape[0], -1)
@@ -199,9 +197,9 @@ def decode_rows(table: Array, positions: Array, alive: Array, page_size: int) ->
 def paged_attend(
     pools: list[Pool], rows: DecodeAttentionRows | None, chunks: ChunkRows | None, options_of: OptionsOf
 ) -> Attend:
-    """Attention of a step's rows, those of slots before those of chunks; `pools` (a list of this program's own) is
-    updated in place. No row reads what another of the same step writes, but for a chunk its own.
-    """
+    """Returns the attention function of a step's rows, those of slots before those of chunks. It updates `pools` (a
+    list of this program's own) in place. No row reads what another row of the same step writes, except rows of the same
+    chunk."""
     kinds = [kind for kind in (rows, chunks) if kind is not None]
     pages = jnp.concatenate([kind.pages for kind in kinds])
     offsets = jnp.concatenate([kind.offsets for kind in kinds])
@@ -227,7 +225,7 @@ def paged_attend(
 def attend_slots(
     q: Array | LatentQueries, pool: Pool, rows: DecodeAttentionRows, options: AttentionOptions, sinks: Array | None
 ) -> Array:
-    """One token a slot; latents are attended to as they are kept."""
+    """Computes attention of decode rows, one token each; latents are attended to in absorbed form."""
     named = {**options._asdict(), "sinks": sinks}
     if isinstance(q, LatentQueries):
         return q.values_of(paged_attention(q.absorbed, pool, rows.table, rows.lengths, **named))
@@ -248,16 +246,17 @@ def _rows_of(q: Array | LatentQueries, rows: slice) -> Array | LatentQueries:
     return q.of(rows) if isinstance(q, LatentQueries) else q[rows]
 
 
-# How the table of embeddings lies on a TPU: row by row, as tokens are looked up.
+# Layout of the embedding table on a TPU: row-major, as tokens are looked up.
 #
-# Left to itself a TPU puts the longer side last where the hidden size is no whole number of lanes, which pads
-# less, and copies the whole table at every lookup: 1.1 GiB a step of gpt-oss, whose rows are of 2,880 numbers.
+# By default a TPU puts the longer dimension last if the hidden size is not a multiple of the lanes, which pads less. It
+# then copies the whole table at every lookup: 1.1 GiB per step of gpt-oss, whose rows have 2,880 numbers.
 
 TABLE = "embed"
 
 
 def by_rows(params: StageParams, submesh: Submesh) -> StageParams:
-    """The same weights, or shapes of weights, with the table laid out so; elsewhere than on a TPU it is already."""
+    """Returns the weights, or their shapes, with the embedding table row-major; unchanged on platforms other than
+    TPU."""
     if submesh.devices[0].platform != "tpu":
         return params
     tree = jax.tree.unflatten(params.treedef, params.leaves)

@@ -1,4 +1,4 @@
-"""A worker checked against a chip: its programs compiled, each shape once, and the memory of its devices added up."""
+"""Checks a worker against a chip: compiles each program shape once and sums the memory of its devices."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Progress = Callable[[DeclaredProgram, int, int], None]
 
 @dataclass(frozen=True)
 class Checked:
-    """What is known of a declared program. `alike`: compiled for it or one that is the same but for devices;
-    else the facts are those of the largest of its family, and an upper bound."""
+    """The result for a declared program. `alike`: compiled for this program or one that differs only in devices; else
+    the facts are those of the largest program of its family, an upper bound."""
 
     worker: WorkerId
     declared: DeclaredProgram
@@ -33,16 +33,16 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one device of a worker's stage; a prefill worker's layer groups share their devices and count as one,
-    and so do the stages of a ring, whose program every device runs."""
+    """The memory in bytes of one device of a worker's stage. A prefill worker's layer groups share their devices and
+    count as one, and so do the stages of a ring, whose program every device runs."""
 
     worker: WorkerId
     stages: tuple[int, ...]
     num_devices: int
     weight_bytes: int
-    kv_bytes: int  # as laid out on the chip, padding included
-    state_bytes: int  # what sampling counts, on the device that draws
-    temp_bytes: int  # the most that one program needs besides, its results included
+    kv_bytes: int  # in the chip's layout, padding included
+    state_bytes: int  # token counts of penalties, on the device that samples
+    temp_bytes: int  # largest temporaries and results of one program
     code_bytes: int  # of all programs
 
     @property
@@ -51,7 +51,7 @@ class StageMemory:
 
 
 def chosen(declared: Iterable[DeclaredProgram], every: bool) -> dict[tuple, DeclaredProgram]:
-    """What to compile for each: by `like` if `every`, else by `family` with the largest of each standing in."""
+    """Returns the program to compile for each key: by `like` if `every`, else the largest of each `family`."""
     picked: dict[tuple, DeclaredProgram] = {}
     for each in declared:
         key = each.like if every else each.family
@@ -61,7 +61,8 @@ def chosen(declared: Iterable[DeclaredProgram], every: bool) -> dict[tuple, Decl
 
 
 def at_once(platforms: set[str]) -> int:
-    """Programs to compile side by side: one a core. libtpu 0.0.42 falls over where two are for sparse cores."""
+    """Returns how many programs are compiled in parallel: one per core. libtpu 0.0.42 crashes if two are for sparse
+    cores."""
     return 1 if "tpu" in platforms else min(len(os.sched_getaffinity(0)), MOST_AT_ONCE)
 
 
@@ -70,7 +71,7 @@ def check(
     every: bool,
     progress: Progress = lambda declared, done, total: None,
 ) -> list[Checked]:
-    """Compiles what has to be; see `chosen`. `progress` is called before each program."""
+    """Compiles the chosen programs, see `chosen`. `progress` is called before each program."""
     picked = chosen((each for _, each in declared), every)
     python, begun = Lock(), count()
 
@@ -90,7 +91,8 @@ def check(
 
 
 def memory_of(table: ProgramTable, checked: Sequence[Checked]) -> list[StageMemory]:
-    """Of each place of the worker; `checked` is all that runs on it, shipments included."""
+    """Returns the memory per group of devices of the worker; `checked` are all programs that run on it, transfers
+    included."""
     if isinstance(table, RingTable):
         return [_ring_memory(table, checked)]
     submeshes = list(dict.fromkeys(group.submesh for group in table.layer_groups))
@@ -116,7 +118,8 @@ def _memory(table: ProgramTable, stages: tuple[int, ...], checked: Sequence[Chec
 
 
 def _ring_memory(table: RingTable, checked: Sequence[Checked]) -> StageMemory:
-    """Each device holds a layer a place, its share of both tables, and the counts of all slots."""
+    """Returns the memory of a ring's devices: each holds one layer per position, its share of both tables, and the
+    counts of all slots."""
     stages, bare = tuple(range(table.config.decode.n)), table.pool_bytes(0)
     here = [
         each for each in checked if each.declared.stage in (0, len(stages))
@@ -135,7 +138,8 @@ def _ring_memory(table: RingTable, checked: Sequence[Checked]) -> StageMemory:
 
 
 def _kv_bytes(table: ProgramTable, stage: int, checked: Sequence[Checked]) -> int:
-    """What the compiled programs alias, which is the pools as they lie on the chip; else their bare size."""
+    """Returns the bytes that the compiled programs alias, which are the pools in the chip's layout; else their size
+    without padding."""
     bare = table.pool_bytes(stage)
     for each in checked:
         if each.declared.stage == stage and each.declared.kind in ("prefill", "decode") and each.alike:
@@ -144,7 +148,8 @@ def _kv_bytes(table: ProgramTable, stage: int, checked: Sequence[Checked]) -> in
 
 
 def _state_bytes(table: ProgramTable) -> int:
-    """Counts of every slot that decodes, and of a chunk's sequences (`Microbatch.counts`, `Prefiller.no_counts`)."""
+    """Returns the bytes of token counts of decode slots and of a chunk's sequences (`Microbatch.counts`,
+    `Prefiller.no_counts`)."""
     config, each = table.config, 5 * table.model.vocab_size  # bool and i32
     slots = config.num_slots if config.role.decodes else 0
     return each * (slots + (config.max_chunk_seqs if config.computes_prompts else 0))

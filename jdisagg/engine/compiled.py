@@ -1,4 +1,4 @@
-"""What the compiler makes of a program: how long it took, the bytes of one device, and what crosses between devices."""
+"""Compiler results of a program: compile time, bytes on one device, and the collectives between devices."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from jdisagg.engine.hlo import parsed, read_collectives
 from jdisagg.engine.runner import read_schedule
 
 MIB = 1 << 20
-TEMP_LIMIT_BYTES = 64 * MIB  # besides activations: more than this means that a pool or a matrix was copied
+TEMP_LIMIT_BYTES = 64 * MIB  # besides activations; more means that a pool or a matrix was copied
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Bytes are of one device. `why` says why there is no program; then the numbers are 0."""
+    """The compiler's results for one program; bytes are of one device. `why` is the reason if there is no program; then
+    the numbers are 0."""
 
     compile_s: float
     argument_bytes: int = 0
-    output_bytes: int = 0  # those that take no argument's place
+    output_bytes: int = 0  # results that do not alias an argument
     aliased_bytes: int = 0  # donated arguments that are updated in place
     temp_bytes: int = 0
     code_bytes: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
     why: str = ""
-    across: tuple[Collective, ...] = ()  # each of `collectives`
-    schedule: Events = ()  # what runs beside them
+    across: tuple[Collective, ...] = ()  # all collectives, one by one
+    schedule: Events = ()  # products and collectives in execution order
 
     def sent(self, declared: DeclaredProgram, hosts: Sequence[int]) -> Sent:
-        """By the busiest device in one step of `declared`, whose devices stand on these hosts."""
+        """Returns what the busiest device sends in one step of `declared`; hosts: the host of each of its devices."""
         return sent_by(self.across, hosts, declared.loops)
 
 
 def compile_declared(declared: DeclaredProgram, python: Lock) -> Facts:
-    """Compiles it to the end for the chip of its submesh; nothing runs. A refusal is a result, not an error. All but
-    the compiler, which lets other threads run, is done within `python`."""
+    """Compiles a program completely for the chip of its submesh; runs nothing. A refusal is a result, not an error.
+    `python` is held except during compilation, which lets other threads run."""
     start_s = time.monotonic()
     try:
         with python, jax.sharding.set_mesh(declared.submesh.mesh):
@@ -75,7 +76,7 @@ def _read(compiled: Any, seconds: float) -> Facts:
 
 
 def complaints(declared: DeclaredProgram, facts: Facts) -> list[str]:
-    """What is wrong with a program that should be sound on every target; empty where nothing is."""
+    """Returns the faults of a program that should be sound on every target; [] if there are none."""
     if facts.why:
         return [facts.why]
     found = []

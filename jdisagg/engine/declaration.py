@@ -1,4 +1,4 @@
-"""One device program as it is declared: a jitted function, the shapes it is called with, and what it may cost."""
+"""The declaration of one device program: a jitted function, the shapes of its arguments, and its allowed costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.parallel.submesh import WHOLE, Program, RingMesh, Signature, Submesh, signature_of
 
-UNITS = {  # of sizes; else tokens
+UNITS = {  # of sizes; tokens for other kinds
     "decode": "pages",
     "verify": "pages",
     "guess": "pages",
@@ -29,22 +29,22 @@ UNITS = {  # of sizes; else tokens
 
 @dataclass(frozen=True)
 class DeclaredProgram:
-    """One jitted function for one set of shapes."""
+    """A jitted function declared for one set of argument shapes."""
 
     kind: str  # "prefill", "head", "score", "states", "decode", "verify 4", "mixed", "mixed 4", "draw ...", "pack", ...
-    stage: int  # group of the worker that it runs on
-    size: int  # of the bucket: tokens of a chunk, pages of a table or a move, rows of a draw
+    stage: int  # layer group of the worker
+    size: int  # bucket: tokens of a chunk, pages of a table or a transfer, rows of a sampling program
     program: Program
     batch: tuple[Any, ...]  # arguments, as shapes, beyond the weights and pools that the layer group holds
     submesh: Submesh | RingMesh
-    layers: range = range(0)  # of the model, that it is about
-    weights: Any = None  # as shapes, the first argument; None where it reads none
-    pools: list[jax.ShapeDtypeStruct] | None = None  # of `layers`, the next argument; None where it has none
-    traits: tuple[Any, ...] = ()  # what else tells two programs of one kind apart, besides the numbers above
-    batch_bytes: int = 0  # of one device: what temporaries may hold of the batch itself, generously
-    donated_bytes: int = 0  # of one device: what the program must update in place
-    collectives: dict[str, int] = field(default_factory=dict)  # what it is expected to hold, by HLO name
-    loops: tuple[int, ...] = (1,)  # times that each goes round in a full step, from the outermost in
+    layers: range = range(0)  # layers of the model
+    weights: Any = None  # shapes of the first argument; None if it reads no weights
+    pools: list[jax.ShapeDtypeStruct] | None = None  # of `layers`, the next argument; None without pools
+    traits: tuple[Any, ...] = ()  # further properties that distinguish programs of one kind
+    batch_bytes: int = 0  # per device: bound of the batch's part of temporaries
+    donated_bytes: int = 0  # per device: bytes that the program must update in place
+    collectives: dict[str, int] = field(default_factory=dict)  # expected number, by HLO name
+    loops: tuple[int, ...] = (1,)  # iterations of its nested loops in a full step, outermost first
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -52,48 +52,49 @@ class DeclaredProgram:
 
     @property
     def writes_pools(self) -> bool:
-        """Whether its first result takes the place of the pools."""
+        """Returns True if the first result replaces the pools."""
         return self.pools is not None and self.donated_bytes > 0
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Returns a readable label for progress lines and reports."""
         return f"{self.kind} of {self.size} {UNITS.get(self.kind.split()[0], 'tokens')}, stage {self.stage}"
 
     @property
     def key(self) -> tuple[int, Signature]:
-        """Equal for declarations of what is compiled once."""
+        """Returns a key that is equal for declarations of one compiled program."""
         return id(self.program), signature_of(self.arguments)
 
     @property
     def like(self) -> tuple[Any, ...]:
-        """Equal for what is the same program but for the devices it runs on."""
+        """Returns a key that is equal for programs that differ only in their devices."""
         return (*self.family, len(self.layers), self.size)
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """Equal for what is the same program but for sizes."""
+        """Returns a key that is equal for programs that differ only in sizes."""
         return (self.kind, self.submesh.tp, *self.traits)
 
 
 def whole(submesh: Submesh, shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
-    """An array that every shard of the submesh has."""
+    """Returns the shape of an array that is replicated on every shard of the submesh."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=submesh.sharding(WHOLE))
 
 
 def local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of one device's shard, without padding."""
+    """Returns the bytes of one device's shard, without padding."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return jnp.dtype(leaf.dtype).itemsize * prod(shape)
 
 
 def logit_bytes(model: ModelConfig, rows: int) -> int:
-    """Eight copies of the logits: sampling keeps several at once, and the least tile has eight rows."""
+    """Returns the bytes of eight copies of the logits: sampling keeps several at once, and a tile has at least eight
+    rows."""
     return 8 * max(rows, 8) * model.vocab_size * 4
 
 
 def abstract(arrays: Any) -> Any:
-    """The same as shapes where they lie; those that are shapes already may say how as well."""
+    """Returns the arrays as shapes with their shardings; shapes are returned as they are, with their layouts."""
 
     def shape_of(each: Any) -> jax.ShapeDtypeStruct:
         if isinstance(each, jax.ShapeDtypeStruct):

@@ -1,11 +1,11 @@
-"""Decode rows: those of one microbatch, whose tokens are drawn and fed back on the device.
+"""Decode rows of one microbatch: their tokens are sampled and fed back on the device.
 
-The last stage owns each microbatch's *decode state*, i32[4, B]: the token fed next, its position, whether the slot has
-drawn a stop token, and whether the host has it enabled. Drawing makes the next state, so steps follow each other
-without the host; steps of different microbatches share nothing but the KV pools, and pipeline over the stages by
-program order. The host owns page tables and metadata and sends them when they change; admissions, pauses and
-retirements go as one small delta to it. In steady state a step is its stage programs and one draw, and nothing is
-sent.
+The last stage owns each microbatch's decode state, i32[4, B]: the token fed next, its position, whether the slot has
+sampled a stop token, and whether the host has enabled it. Sampling produces the next state, so steps follow each other
+without the host. Steps of different microbatches share only the KV pools, and pipeline over the stages by program
+order. The host owns page tables and metadata and sends them when they change. Admissions, pauses and retirements are
+sent as one small delta to the state. In steady state a step is its stage programs and one sampling program, without
+host transfers.
 """
 
 from __future__ import annotations
@@ -47,22 +47,20 @@ from jdisagg.parallel.submesh import Program, RingMesh, Submesh
 
 DrawnRows = tuple[tuple[int, tuple[Sampled, ...] | None], ...]
 TOKEN, POSITION, STOPPED, ENABLED = range(4)  # rows of a state
-MASKED = -1  # reported for a slot that draws nothing
-ADMITTED = 2  # row of a delta, which else is as a state: 1 where the slot takes a new sequence
+MASKED = -1  # reported for a slot that samples no token
+ADMITTED = 2  # row of a delta that is 1 if the slot takes a new sequence; its other rows are those of a state
 
 
 def steered(state: Array, delta: Array) -> Array:
-    """The state after the host's delta i32[4, B]: token, position, admitted, enabled."""
+    """Returns the state after the host's delta i32[4, B]: token, position, admitted, enabled."""
     admitted = delta[ADMITTED] == 1
     token, position = (jnp.where(admitted, delta[row], state[row]) for row in (TOKEN, POSITION))
     return jnp.stack([token, position, jnp.where(admitted, 0, state[STOPPED]), delta[ENABLED]])
 
 
 def advanced(state: Array, tokens: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
-    """The state after these tokens i32[B] were drawn, and what is reported: the token, -1 for a masked slot.
-
-    A slot whose logits were no numbers reports BROKEN once and is masked from then on.
-    """
+    """Returns the state after sampling the tokens i32[B], and the reported tokens, MASKED for masked slots. A slot
+    whose logits were not finite reports BROKEN once and is masked from then on."""
     alive = (state[ENABLED] == 1) & (state[STOPPED] == 0)
     position = state[POSITION] + alive.astype(jnp.int32)
     stopped = (state[STOPPED] == 1) | (alive & (is_stop(tokens, metadata, position) | (tokens == BROKEN)))
@@ -79,12 +77,12 @@ def draw(logits: Array, state: Array, metadata: SamplingMetadata, counts: Counts
 
 
 class Microbatch:
-    """Slots first_slot to first_slot + B: the host's mirror, and what lies where their tokens are drawn."""
+    """Slots first_slot to first_slot + B: the host's copy and the arrays on the device that samples."""
 
     def __init__(
         self, first_slot: int, size: int, max_pages: int, vocab_size: int, put: Put, grammars: Grammars | None = None
     ) -> None:
-        """put: brings host arrays there."""
+        """Allocates the arrays; put: copies host arrays to the device that samples."""
         self.first_slot, self.size, self.put = first_slot, size, put
         self.masks = GrammarMasks(grammars, size, vocab_size, put)
         self.table = np.zeros((size, max_pages), np.int32)
@@ -98,10 +96,10 @@ class Microbatch:
         self.tables: dict[Submesh | RingMesh, Array] = {}  # page tables as last sent, all of one width
 
     def take(self, plan: DecodeRows) -> np.ndarray | None:
-        """Writes the plan into the mirror; returns the delta i32[4, B] to send, or None where nothing changed."""
+        """Applies the plan to the host copy; returns the delta i32[4, B] to send, or None if the state is unchanged."""
         if plan is self.rows.taken and not (plan.admit or plan.grants or plan.retire or plan.read):
             return None
-        self.rows.taken, self.rows.asked = plan, None
+        self.rows.taken, self.rows.batch = plan, None
         delta = np.zeros((4, self.size), np.int32)
         for slot in plan.retire:
             self.sampling[slot - self.first_slot] = None
@@ -130,7 +128,7 @@ class Microbatch:
         delta[:ENABLED, row] = admission.token, admission.position, 1
 
     def table_on(self, submesh: Submesh | RingMesh, width: int) -> Array:
-        """i32[B, width] on every shard of `submesh`, one wider with adapters; sent only if it changed since."""
+        """Returns i32[B, width] on every shard of `submesh`, one wider with adapters; sent only if it changed."""
         held = self.tables.get(submesh)
         if held is None or held.shape[1] != width + (self.rows.adapters is not None):
             table = self.table[:, :width]
@@ -139,7 +137,7 @@ class Microbatch:
         return held
 
     def find_adapters(self, slots: AdapterSlots, active: Sequence[int]) -> None:
-        """Where the adapters of the active rows are now; they go with the page tables, as their last column."""
+        """Updates the adapter slots of the active rows; they are sent with the page tables, as the last column."""
         running = {slot - self.first_slot for slot in active}
         found = [slots.slot_of(each) for each in self.sampling]
         found = [slot if row in running else max(slot, NONE) for row, slot in enumerate(found)]
@@ -148,7 +146,7 @@ class Microbatch:
             self.tables.clear()
 
     def send_changes(self, plan: DecodeRows, steer: Program, set_row: Callable[..., Counts]) -> None:
-        """What the plan changes goes there, as one small delta; nothing in steady state."""
+        """Sends the plan's changes to the device, as one small delta; sends nothing in steady state."""
         delta = self.take(plan)
         if delta is not None:
             self.state = steer(self.state, self.put(delta))
@@ -161,32 +159,32 @@ class Microbatch:
                 self.counts = set_row(self.counts, *row)
 
     def allowed(self, active: Sequence[int]) -> Array | None:
-        """See `GrammarMasks.allowed`."""
+        """Returns the mask of allowed tokens, see `GrammarMasks.allowed`."""
         return self.masks.allowed(slot - self.first_slot for slot in active) if self.masks.places else None
 
-    def asked(self, active: tuple[int, ...]) -> BatchSampling:
-        if self.rows.asked is None or self.rows.asked.active is not active:
+    def batch_sampling(self, active: tuple[int, ...]) -> BatchSampling:
+        if self.rows.batch is None or self.rows.batch.active is not active:
             found = [sampling for slot in active if (sampling := self.sampling[slot - self.first_slot]) is not None]
             assert len(found) == len(active), f"an active slot of {active} holds no sequence"
-            self.rows.asked = BatchSampling.of(active, found)
-        return self.rows.asked
+            self.rows.batch = BatchSampling.of(active, found)
+        return self.rows.batch
 
 
 class Drawing(Protocol):
-    """What a step's decode rows draw, on its way to the host."""
+    """The samples of a step's decode rows, being copied to the host."""
 
     def read(self) -> DrawnRows:
-        """Blocks until it is there; see `StepDone`."""
+        """Returns the sampled rows, see `StepDone`; blocks until they are on the host."""
         ...
 
     def guessed(self) -> tuple[tuple[int, str, int], ...]:
-        """What drafts there were, where `read` has been called; see `StepDone`."""
+        """Returns the drafts that were verified, see `StepDone`; valid after `read`."""
         ...
 
 
 @dataclass(frozen=True)
 class PendingRows:
-    """What a step's decode rows draw, on its way to the host."""
+    """The samples of single-token decode rows, being copied to the host."""
 
     plan: DecodeRows
     first_slot: int
@@ -195,23 +193,23 @@ class PendingRows:
     logprobs: tuple[Array, Array, Array] | None
 
     def read(self) -> DrawnRows:
-        """Blocks until they are there; see `StepDone`."""
+        """Returns the sampled rows, see `StepDone`; blocks until they are on the host."""
         logprobs = None if self.logprobs is None else [np.asarray(part) for part in self.logprobs]
         return self._rows(np.asarray(self.tokens), logprobs)
 
     def _rows(self, tokens: np.ndarray, logprobs: list[np.ndarray] | None) -> DrawnRows:
-        rows = np.array(self.plan.active, np.int64) - self.first_slot  # of nobody too
+        rows = np.array(self.plan.active, np.int64) - self.first_slot  # may be empty
         scores = None if logprobs is None else [part[rows] for part in logprobs]
         drawn = sampled_rows(tokens[rows].tolist(), self.wanted, scores)
-        told = [None if each.token == MASKED else (each,) for each in drawn]
-        return tuple(zip(self.plan.active, told, strict=True))
+        reported = [None if each.token == MASKED else (each,) for each in drawn]
+        return tuple(zip(self.plan.active, reported, strict=True))
 
     def guessed(self) -> tuple[()]:
         return ()
 
 
 class DrawPrograms:
-    """The programs of a step after its last stage: from logits to tokens and the next state."""
+    """The programs after the last stage: from logits to tokens and the next state."""
 
     def __init__(self) -> None:
         self.steer, self.draw_greedy, self.draw = Program(steered), Program(draw_greedy), Program(draw)
@@ -228,7 +226,7 @@ class DrawPrograms:
 
 
 class Decoder(DrawPrograms):
-    """Holds the slots of every microbatch, and draws what follows them."""
+    """Owns the slots of every microbatch and samples their tokens."""
 
     def __init__(
         self,
@@ -239,7 +237,7 @@ class Decoder(DrawPrograms):
     ) -> None:
         super().__init__()
         self.layer_groups, self.config = layer_groups, config
-        put = partial(jax.device_put, device=layer_groups[-1].submesh.reader)  # each process draws for itself
+        put = partial(jax.device_put, device=layer_groups[-1].submesh.reader)  # each process samples for itself
         size, max_pages = config.stage_slots, config.table_buckets[-1]
         self.microbatches = [
             Microbatch(index * size, size, max_pages, vocab_size, put, grammars)
@@ -247,7 +245,7 @@ class Decoder(DrawPrograms):
         ]
 
     def begin(self, plan: DecodeRows) -> Microbatch:
-        """The microbatch as the step finds it: what changes is sent."""
+        """Returns the microbatch of the step after sending the plan's changes."""
         most = max(1 + self.config.tokens_ahead, self.config.decode.steps_per_dispatch)
         assert max(plan.widths, default=1) <= most, f"rows of {plan.widths} tokens where no program draws so many"
         batch = self.microbatches[plan.microbatch]
@@ -255,25 +253,25 @@ class Decoder(DrawPrograms):
         return batch
 
     def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
-        """Page table i32[B, width] and state i32[4, B] where the group is."""
+        """Returns the page table i32[B, width] and the state i32[4, B] on the group's devices."""
         drawn_there = group is self.layer_groups[-1] and group.submesh.tp == 1
         state = batch.state if drawn_there else group.submesh.spread(batch.state)
         return batch.table_on(group.submesh, width), state
 
     def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
-        """Logits f32[B, V] of one step, on the device that draws -> tokens, and the next state."""
-        asked, allowed = batch.asked(plan.active), batch.allowed(plan.active)
-        tokens = self._draw(batch, logits if allowed is None else self.mask(logits, allowed), asked)
-        logprobs = self.logprobs(logits, tokens) if asked.scored else None
+        """Samples tokens and the next state from one step's logits f32[B, V] on the device that samples."""
+        sampling, allowed = batch.batch_sampling(plan.active), batch.allowed(plan.active)
+        tokens = self._draw(batch, logits if allowed is None else self.mask(logits, allowed), sampling)
+        logprobs = self.logprobs(logits, tokens) if sampling.scored else None
         for array in (tokens, *(logprobs or ())):
             array.copy_to_host_async()
-        return PendingRows(plan, batch.first_slot, tokens, asked.wanted, logprobs)
+        return PendingRows(plan, batch.first_slot, tokens, sampling.wanted, logprobs)
 
-    def _draw(self, batch: Microbatch, logits: Array, asked: BatchSampling) -> Array:
-        if asked.plain:
+    def _draw(self, batch: Microbatch, logits: Array, sampling: BatchSampling) -> Array:
+        if sampling.plain:
             batch.state, tokens = self.draw_greedy(logits, batch.state, batch.metadata)
             return tokens
         batch.state, tokens = self.draw(logits, batch.state, batch.metadata, batch.counts)
-        if asked.penalised:
+        if sampling.penalised:
             batch.counts = self.count(batch.counts, tokens)
         return tokens

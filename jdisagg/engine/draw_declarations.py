@@ -1,4 +1,4 @@
-"""The programs that draw tokens from logits, declared: those after chunks and those after decode rows."""
+"""Declared programs that sample tokens from logits: those after chunks and those after decode rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jdisagg.parallel.submesh import Device, Program, Submesh
 
 @dataclass(frozen=True)
 class Drawn:
-    """What drawing reads, and the one device that draws: the first of the last stage."""
+    """The inputs of sampling, and the one device that samples: the first of the last stage."""
 
     model: ModelConfig
     stage: int
@@ -59,7 +59,6 @@ class Drawn:
 
 
 def declared_first_draws(programs: FirstDrawPrograms, drawn: Drawn) -> list[DeclaredProgram]:
-    """As `Prefiller.draw`."""
     positions = drawn.ints(drawn.rows)
     return [
         drawn.program("draw first greedy", programs.greedy, (drawn.logits,)),
@@ -70,7 +69,6 @@ def declared_first_draws(programs: FirstDrawPrograms, drawn: Drawn) -> list[Decl
 
 
 def declared_draws(programs: DrawPrograms, drawn: Drawn) -> list[DeclaredProgram]:
-    """As `Decoder`."""
     state, tokens, vocab_size = drawn.ints(4, drawn.rows), drawn.ints(drawn.rows), drawn.model.vocab_size
     row = drawn.ints(), drawn.of((vocab_size,), jnp.bool_), drawn.ints(vocab_size)
     output, both = local_bytes(drawn.counts.output), sum(map(local_bytes, drawn.counts))

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, read off its text."""
+"""Reads the collectives of a compiled program from its text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 
 from jdisagg.core.hardware import KINDS, Collective, Groups
 
-# A compiled program's text, as XLA prints it: computations, their instructions in the order they run, and arrays.
+# Parses a compiled program's text as XLA prints it: computations, their instructions in execution order, and arrays.
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(
@@ -25,8 +25,8 @@ _BODY = re.compile(r"\bbody=%?([\w.-]+)")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """`shape`: of its result, perhaps of several arrays; `called`: computations that it runs, a loop's condition and a
-    sum's operator among them; `body`: a loop's; `line` is all of it."""
+    """One instruction. `shape` is that of its result, perhaps of several arrays. `called` are the computations it runs,
+    including a loop's condition and a reduction's operator. `body` is a loop's body; `line` is the whole text."""
 
     name: str
     opcode: str
@@ -39,14 +39,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Module:
-    """`entry` is the computation that is run."""
+    """A parsed program; `entry` names the computation that is run."""
 
     computations: dict[str, list[Instruction]]
     entry: str
 
 
 def parsed(hlo: str) -> Module:
-    """Of a program's whole text."""
+    """Parses the whole text of a compiled program."""
     found, entry, here = dict[str, list[Instruction]](), "", list[Instruction]()
     for line in hlo.splitlines():
         head = None if line.startswith(" ") else _COMPUTATION.match(line)
@@ -61,7 +61,7 @@ def parsed(hlo: str) -> Module:
 def _instructions(line: str) -> Iterator[Instruction]:
     match = _INSTRUCTION.match(line)
     if match is not None:
-        # What it calls stands before its backend's settings, which hold all of a kernel where it is one.
+        # The called computations precede the backend's settings, which contain the whole code of a kernel.
         said = line[match.end() :].partition(", backend_config=")[0]
         called = (name.strip(" %") for group in _CALLED.findall(said) for name in group.split(","))
         body = _BODY.search(said)
@@ -72,12 +72,12 @@ def _instructions(line: str) -> Iterator[Instruction]:
 
 
 def arrays(shape: str) -> list[tuple[str, list[int]]]:
-    """(dtype, sides) of each, as ("bf16", [16, 8192])."""
+    """Returns (dtype, dimensions) of each array of a shape, as ("bf16", [16, 8192])."""
     return [(dtype, [int(side) for side in sides.split(",") if side]) for dtype, sides in _ARRAY.findall(shape)]
 
 
 def bytes_of(dtype: str, sides: list[int]) -> int:
-    """Of an array, without padding."""
+    """Returns the bytes of an array, without padding."""
     bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
     return -(-bits * prod(sides) // 8)
 
@@ -89,7 +89,7 @@ STARTS = {kind + "-start": kind for kind in KINDS}
 
 
 def read_collectives(module: Module) -> tuple[Collective, ...]:
-    """Of a compiled program."""
+    """Returns the collectives of a compiled program."""
     depths = _depths(module)
     found, read = list[Collective](), set[str]()
     for name, body in module.computations.items():
@@ -102,7 +102,8 @@ def read_collectives(module: Module) -> tuple[Collective, ...]:
 
 
 def chains(module: Module, instruction: Instruction) -> list[str]:
-    """Those that a fusion runs a step of: its compiler cut a collective into steps, and fused products with them."""
+    """Returns the chains that a fusion runs a step of: the compiler splits a collective into steps and fuses them with
+    products."""
     if instruction.opcode != "fusion":
         return []
     inner = (each for called in instruction.called for each in module.computations.get(called, []))
@@ -110,13 +111,13 @@ def chains(module: Module, instruction: Instruction) -> list[str]:
 
 
 def _chain(instruction: Instruction) -> str:
-    """The name of the collective that it is a step of, if it is."""
+    """Returns the name of the chain that the instruction is a step of; "" if it is none."""
     found = _CHAIN.search(instruction.line) if instruction.opcode in KINDS else None
     return "" if found is None else found[0]
 
 
 def _depths(module: Module) -> dict[str, int]:
-    """Of each computation, how many loops it is run in, one within the other."""
+    """Returns for each computation the number of nested loops in which it runs."""
     found, left = dict[str, int](), [(module.entry, 0)]
     while left:
         name, depth = left.pop()
@@ -129,17 +130,17 @@ def _depths(module: Module) -> dict[str, int]:
 
 
 def collective_of(instruction: Instruction, *, depth: int) -> Collective | None:
-    """What it sends; None where it is no collective, or only the end of one."""
+    """Returns what the instruction sends; None if it is no collective, or only the end of one."""
     kind = STARTS.get(instruction.opcode, instruction.opcode)
     if kind not in KINDS:
         return None
     sizes = [bytes_of(*each) for each in arrays(instruction.shape)]
     if instruction.opcode == "all-gather-start":
-        sizes = sizes[len(sizes) // 2 :]  # behind the operands, the results
+        sizes = sizes[len(sizes) // 2 :]  # the results, which follow the operands
     if instruction.opcode == "collective-permute-start":
-        sizes = sizes[:1]  # operand, result, and two words of context
+        sizes = sizes[:1]  # the others are the result and two words of context
     groups = _groups(instruction.line)
-    whole = len(groups[0]) if kind == "reduce-scatter" and groups else 1  # its result is a shard
+    whole = len(groups[0]) if kind == "reduce-scatter" and groups else 1  # the result is one shard
     return Collective(kind, sum(sizes) * whole, groups, depth)
 
 
@@ -153,7 +154,8 @@ def _groups(line: str) -> Groups:
 
 
 def _of_iota(number: int, size: int, sides: str, order: str | None) -> Groups:
-    """[number,size]<=[sides]T(order): the places 0, 1, ... as an array of these sides, its axes in this order."""
+    """Returns the groups of [number,size]<=[sides]T(order): device numbers 0, 1, ... as an array of these sides, its
+    axes in this order."""
     shape = [int(side) for side in sides.split(",")]
     axes = [int(axis) for axis in order.split(",")] if order else list(range(len(shape)))
     steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]

@@ -1,9 +1,9 @@
 """A layer group: consecutive layers on one submesh, their weights and KV pages, and the device programs over them.
 
-On a decode worker each group is a pipeline stage on a submesh of its own; on a prefill worker all groups share one
-submesh. Either way the same programs run it: `decode` (one token a slot), `prefill` (one packed chunk) and `mixed`
-(both: rows are concatenated, so that each weight is read once, and attention is called for each kind). Programs are
-pure and take flat lists of leaves; the module is merged while tracing.
+On a decode worker each group is a pipeline stage on a submesh of its own. On a prefill worker all groups share one
+submesh. Both run the same programs: `decode` (one token per slot), `prefill` (one packed chunk) and `mixed` (both). A
+mixed program concatenates the rows, so that each weight is read once, and calls attention for each kind of row.
+Programs are pure functions of flat lists of leaves; the module is merged while tracing.
 """
 
 from __future__ import annotations
@@ -38,19 +38,17 @@ from jdisagg.parallel.submesh import WHOLE, Program, Submesh
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 
-# The layers of a device program, each called over its own pages.
+# Layers of a device program that is written out, layer by layer.
 #
-# Layers that are alike are traced once: the first is a jitted function, which the others call with their own
-# weights and pages. Tracing and lowering thirty layers one by one is most of the time that a start takes whose
-# programs are compiled already.
+# Layers that are alike are traced once: the first is a jitted function, and the others call it with their own weights
+# and pages. Tracing and lowering thirty layers one by one would take most of a start whose programs are in the
+# compilation cache.
 
 
 class PagedLayers:
-    """Is called with each layer of one stage, once, while a program is traced (`network.CallLayer`).
-
-    pools: of each layer by its place, or one of all of them, layer behind layer; replaced by what the layers leave.
-    live: bool[T], the rows that count as tokens that experts are sent.
-    """
+    """Runs each layer of one stage over its pages while a program is traced (`network.CallLayer`). pools: one per
+    layer, or a single pool with the pages of all layers one after another; replaced by the pools that the layers
+    return. live: bool[T], the rows that count in the load of experts."""
 
     def __init__(
         self,
@@ -63,11 +61,11 @@ class PagedLayers:
         adapters: Array | None = None,
         joined: int = 0,
     ) -> None:
-        """adapters: i32[T], the slot of each row's (`low_rank.py`), where rows may have any. joined: layers whose pages
-        lie in the one pool; 0: each has its own."""
+        """Takes what all layers share. adapters: i32[T], the adapter slot of each row (`model/lora.py`); None if rows
+        have no adapters. joined: number of layers whose pages share the one pool; 0: each layer has its own pool."""
         self.pools, self.options_of, self.experts = list(pools), options_of, experts
         self._rows, self._inputs = (rows, chunks), (live, adapters)
-        self._pages = stored(pools[0]).shape[0] // joined if joined else 0  # of one layer
+        self._pages = stored(pools[0]).shape[0] // joined if joined else 0  # pages per layer
         self._kinds: dict[Any, Callable[..., tuple[Array, Pool, list[Array]]]] = {}
         self._sent: list[Array] = []
 
@@ -87,7 +85,8 @@ class PagedLayers:
 
     @property
     def counts(self) -> tuple[Array, ...]:
-        """Tokens that each expert was sent, i32[layers with experts, experts], alone; nothing where none has any."""
+        """Returns the tokens sent to each expert, i32[layers with experts, experts], as the only item; () without
+        experts."""
         return (jnp.stack(self._sent),) if self._sent else ()
 
 
@@ -104,7 +103,7 @@ def run_layer(
     live: Array,
     adapters: Array | None,
 ) -> tuple[Array, Pool, list[Array]]:
-    """Activations and pool after one layer, and of one with experts the tokens each was sent."""
+    """Returns the activations and the pool after one layer, and the tokens sent to each expert if it has experts."""
     pools, sent = [pool], []
 
     def routed(chosen: Array) -> None:
@@ -118,18 +117,15 @@ def run_layer(
     return x, pools[0], sent
 
 
-# The layers of a device program as a loop: one period of them is written out, and goes round with each turn's
-# weights.
+# Layers of a device program that is a loop: one period of layers is traced and runs with each iteration's weights.
 #
-# The stage's pages lie in one pool, layer behind layer. It is carried through the loop and written in place,
-# never cut: a layer finds its pages by page numbers that begin where its own do.
+# The pages of all layers are in one pool, layer after layer. The loop carries the pool and writes it in place, without
+# slicing: a layer's page numbers are offset to where its pages begin.
 
 
 class LoopedLayers:
-    """Of one stage, run once while a program is traced; pool and counts are then what the layers leave.
-
-    pool: [layers * pages of one, ...]. live: bool[T], the rows that count as tokens that experts are sent.
-    """
+    """Runs the looped layers of one stage, once while a program is traced; then `pool` and `counts` are the results.
+    pool: [layers * pages per layer, ...]. live: bool[T], the rows that count in the load of experts."""
 
     def __init__(
         self,
@@ -142,7 +138,7 @@ class LoopedLayers:
     ) -> None:
         self.pool, self.experts = pool, experts
         self._rows, self._chunks, self._live = rows, chunks, live
-        self._pages = stored(pool).shape[0] // num_layers  # of one layer
+        self._pages = stored(pool).shape[0] // num_layers  # pages per layer
         self._sent: list[Array] = []  # i32[layers, experts]
 
     @property
@@ -151,11 +147,12 @@ class LoopedLayers:
 
     @property
     def counts(self) -> tuple[Array, ...]:
-        """Tokens that each expert was sent, i32[layers with experts, experts], alone; nothing where none has any."""
+        """Returns the tokens sent to each expert, i32[layers with experts, experts], as the only item; () without
+        experts."""
         return (jnp.concatenate(self._sent),) if self._sent else ()
 
     def run(self, stage: Stage, x: Array, positions: Array) -> Array:
-        """[..., hidden] -> [..., hidden], as `Stage.run_layers`."""
+        """Returns the activations [..., hidden] after all layers, as `Stage.run_layers`."""
         assert stage.repeat is not None
         repeat, rotation_of = stage.repeat, stage.rotations(positions)
 
@@ -192,28 +189,28 @@ class LoopedLayers:
         return x
 
 
-SCORE_ROWS = 64  # rows whose logits exist at once while prompt logprobs are made
+SCORE_ROWS = 64  # rows whose logits are in memory at once while prompt logprobs are computed
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """A packed prefill chunk on one submesh: T rows (padding last), S sequences (unused ones hold no row)."""
+    """A packed prefill chunk on one submesh: T rows (padding last) of S sequences (unused ones have no rows)."""
 
-    rows: Array  # i32[3, T]: token, position, page (0 for padding); a fourth, where there are any: slot of its adapter
+    rows: Array  # i32[3, T]: token, position, page (0 for padding); i32[4, T] with adapters: adapter slot
     spans: Array  # i32[2, S + 1]: kv_lens and a zero; cu_q_lens
     table: Array  # i32[S, W]
 
 
 class MixedOut(NamedTuple):
-    """What the last group makes of slots and chunks together."""
+    """The results of the last group for decode rows and chunks together."""
 
     decode_logits: Array  # f32[B, V]
-    chunk_logits: Array | None  # f32[S, V], after each chunk's last row; None where they are not made yet
+    chunk_logits: Array | None  # f32[S, V], after each chunk's last row; None if not computed yet
     chunks: Array  # [T, hidden]
 
 
 class LayerGroupPrograms:
-    """The programs of layers `layers` of the model on `submesh`, whether or not weights and pages exist."""
+    """The programs of the model's layers `layers` on `submesh`; weights and pages may be shapes."""
 
     def __init__(
         self,
@@ -225,7 +222,8 @@ class LayerGroupPrograms:
         *,
         form: PoolForm | None = None,
     ) -> None:
-        """room: for adapters of rows; None where rows have none. form: of pages; None: of those that are no codes."""
+        """Builds the programs. room: capacity for LoRA adapters; None: rows have no adapters. form: of the page pools;
+        None: of pools without quantization codes."""
         self.config, self.layers, self.submesh, self.params = config, layers, submesh, by_rows(params, submesh)
         self.adapters: SlotPrograms | None = None
         self.form = form or PoolForm(pool_format(submesh))
@@ -239,7 +237,7 @@ class LayerGroupPrograms:
         self.head_program, self.pool_program, self.score_program = self._ends()
 
     def _ends(self) -> tuple[Program, Program, Program]:
-        """What is made of activations behind the last layer."""
+        """Returns the programs that run on the activations after the last layer: logits, pooled states, scores."""
         specs, program = self.params.specs, self.submesh.program
         return (
             program(self._head, (specs, WHOLE, WHOLE), WHOLE),
@@ -249,7 +247,7 @@ class LayerGroupPrograms:
 
     @property
     def sparse(self) -> list[int]:
-        """Layers that have experts."""
+        """Returns the layers that have experts."""
         return [layer for layer in self.layers if self.config.is_sparse(layer)]
 
     @property
@@ -262,15 +260,16 @@ class LayerGroupPrograms:
 
     @property
     def kv_layers(self) -> range:
-        """The layers that have pages here: a draft head's besides (`headed_group.py`)."""
+        """Returns the layers that have pages in this group; a draft head adds one (`spec/eagle.py`)."""
         return self.layers
 
     def carried(self, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What decode rows are given besides page tables and state."""
+        """Returns the shapes of decode inputs besides page tables, state and activations."""
         return ()
 
     def _program(self, function: Callable[..., Any], arguments: int, results: int) -> Program:
-        """Of so many arguments beyond weights and pages, and results beyond the pages, which are written in place."""
+        """Builds a program. `arguments` counts the inputs besides weights and pages, `results` the outputs besides the
+        pages, which are written in place."""
         specs = (self.params.specs, POOL_SPEC, *[WHOLE] * arguments)
         formats = (self.form.format, *[None] * results)
         written = POOL_SPEC, *[WHOLE] * results
@@ -278,7 +277,7 @@ class LayerGroupPrograms:
 
     @cached_property
     def compiled(self) -> dict[str, bool]:
-        """How programs of its layers are, see `Submesh.program`."""
+        """Returns the compile options of programs with layers, see `Submesh.program`."""
         return {"as_stored": self.params.in_f32, "beside": self.first_layer.cuts_columns}
 
     @property
@@ -287,7 +286,7 @@ class LayerGroupPrograms:
         slots = [self.adapters.fill] if self.adapters else []
         return [*layers, self.head_program, self.score_program, self.pool_program, *slots]
 
-    # ------------------------------------------------------------ what one shard runs
+    # ------------------------------------------------------------ code of one shard
 
     def _run(self, leaves: list[Array], x: Array | None, tokens: Array) -> tuple[Stage, Array]:
         stage = self.params.merge(leaves)
@@ -295,23 +294,24 @@ class LayerGroupPrograms:
 
     @property
     def turns(self) -> int:
-        """Of the loop that its layers are in programs; 1 where they are written out."""
+        """Returns the iterations of the loop over layers; 1 if the layers are written out."""
         return self.params.repeat.turns if isinstance(self.params, LoopedParams) and self.params.repeat else 1
 
     def parts(self, rows: int) -> int:
-        """That a step's sums over the shards are made in; layers are alike in it."""
+        """Returns the number of blocks in which a step's sums over the shards are computed; all layers have the
+        same."""
         return self.first_layer.parts(rows)
 
     @cached_property
     def first_layer(self) -> Layer:
-        """By shapes alone: it must keep no weights that are given up."""
+        """Returns the first layer with shapes for weights, so that it keeps no weights that are given up alive."""
         return self.params.merge(abstract(self.params.leaves)).layers[0]
 
     @property
     def joined(self) -> bool:
-        """Whether all layers' pages lie in one pool: each array that a program is given, and each that it hands back,
-        costs the host's call of it, and a pool is both. What a CPU converts of a pool at every layer is to be small,
-        and a GPU's kernels are to reach all of it."""
+        """Returns True if one pool holds the pages of all layers. Each array that a program takes or returns costs host
+        time per call, and a pool is both. Pools stay separate on a CPU that converts a pool at every layer, and if a
+        GPU kernel could not address all of a joint pool."""
         converts = self.submesh.devices[0].platform == "cpu" and not self.params.in_f32
         return self.turns > 1 or (len(self.kv_layers) > 1 and not converts and not self.form.apart)
 
@@ -325,7 +325,7 @@ class LayerGroupPrograms:
         x: Array,
         positions: Array,
     ) -> tuple[Array, PagedLayers | LoopedLayers]:
-        """Activations after all layers, and what they leave."""
+        """Returns the activations after all layers, and the layers with their pools and counts."""
         if stage.repeat is not None:
             assert not adapters, "layers whose rows have adapters are written out"
             (pool,) = pools
@@ -337,8 +337,9 @@ class LayerGroupPrograms:
         return stage.run_layers(x, positions, layers), layers
 
     def _slots(self, pools: list[Pool], table: Array, state: Array) -> tuple[DecodeAttentionRows, list[Array]]:
-        """state i32[4, B]: token, position, stopped, enabled (see `engine/decode.py`); table i32[B, W], or of fewer
-        slots, whose rows (a token and its draft) lie one behind the other. Adapters' slots are its last column."""
+        """Returns the attention rows of slots and the adapters' slots. state i32[4, B]: token, position, stopped,
+        enabled (see `engine/decode.py`). table i32[B, W], or one row per slot if a slot has several consecutive rows (a
+        token and its draft). The last column of the table holds adapter slots if there are adapters."""
         adapters = []
         if self.adapters:
             table, last = table[:, :-1], table[:, -1]
@@ -375,8 +376,8 @@ class LayerGroupPrograms:
         table: Array,
         x: Array | None,
     ) -> tuple[list[Pool] | Array, ...]:
-        """Activations [B + T, hidden] of slots and chunks; of the last group the logits of the slots [B, V] and after
-        each chunk [S, V], and the activations [T, hidden] of the chunks."""
+        """Returns the pools and the activations [B + T, hidden] of slots and chunks. The last group returns the logits
+        [B, V] of the slots, those after each chunk [S, V], and the activations [T, hidden] of the chunks."""
         stage, x = self._run(leaves, x, jnp.concatenate([state[0], rows[0]]))
         slots, adapters = self._slots(pools, slot_table, state)
         kinds = slots, self._chunks(pools, rows, spans, table)
@@ -414,17 +415,17 @@ class LayerGroupPrograms:
 
 
 def running(state: Array) -> Array:
-    """bool[B]: slots that are stepped, of a decode state i32[4, B]."""
+    """Returns bool[B]: the slots that a step advances, from a decode state i32[4, B]."""
     return (state[3] == 1) & (state[2] == 0)
 
 
 def in_chunks(rows: Array, spans: Array) -> Array:
-    """bool[T]: rows that are no padding."""
+    """Returns bool[T]: the rows that are not padding."""
     return jnp.arange(rows.shape[1]) < spans[1, -1]
 
 
 class LayerGroup(LayerGroupPrograms):
-    """A layer group that runs: its weights are loaded and its pages allocated."""
+    """A layer group with loaded weights and allocated pages."""
 
     def __init__(
         self,
@@ -443,24 +444,27 @@ class LayerGroup(LayerGroupPrograms):
         self.load = ExpertLoad(self.sparse, config.experts)
 
     def given_up(self) -> StageParams:
-        """The layers' weights, of a group that is not to run again."""
+        """Returns the weights of a group that will not run again."""
         return self.params
 
     def decode(self, table: Array, state: Array, x: Array | None) -> Array:
-        """One step: activations [B, hidden] of the stage before (None at the first) -> those of this one, or logits."""
+        """Runs one decode step: activations [B, hidden] of the stage before (None at the first) -> the next, or
+        logits."""
         self.kv.pools, result, *counts = self.decode_program(self.params.leaves, self.kv.pools, table, state, x)
         self.load.leaves(counts)
         return result
 
     def prefill(self, chunks: Chunks, x: Array | None) -> Array:
-        """One chunk: activations [T, hidden] of the group before (None at the first) -> those after this one."""
+        """Runs one packed chunk: activations [T, hidden] of the group before (None at the first) -> those after this
+        one."""
         batch = chunks.rows, chunks.spans, chunks.table
         self.kv.pools, result, *counts = self.prefill_program(self.params.leaves, self.kv.pools, *batch, x)
         self.load.leaves(counts)
         return result
 
     def mixed(self, slot_table: Array, state: Array, chunks: Chunks, x: Array | None) -> MixedOut | Array:
-        """Both: activations [B + T, hidden] -> those after this one, or what comes of the last group."""
+        """Runs decode rows and a chunk: activations [B + T, hidden] -> those after this one, or the last group's
+        results."""
         batch = slot_table, state, chunks.rows, chunks.spans, chunks.table
         self.kv.pools, *results = self.mixed_program(self.params.leaves, self.kv.pools, *batch, x)
         made = 3 if self.is_last else 1
@@ -468,13 +472,14 @@ class LayerGroup(LayerGroupPrograms):
         return MixedOut(*results[:made]) if self.is_last else results[0]
 
     def head(self, x: Array, rows: np.ndarray) -> Array:
-        """Logits f32[S, V] of i32[S] rows of x [T, hidden]."""
+        """Returns the logits f32[S, V] of the rows i32[S] of x [T, hidden]."""
         return self.head_program(self.params.leaves, x, self.submesh.put(rows))
 
     def pool(self, x: Array, rows: np.ndarray) -> Array:
-        """The states of x's rows, as the head takes them, summed by sequence: see `pooling.pooled`."""
+        """Returns the final states of x's rows summed per sequence: see `pooling.pooled`."""
         return self.pool_program(self.params.leaves, x, self.submesh.put(rows))
 
     def score(self, x: Array, targets: np.ndarray) -> tuple[Array, Array, Array]:
-        """Log-probability of i32[T] targets, each after its row: f32[T], and the likeliest i32[T, 20], f32[T, 20]."""
+        """Returns the log-probability f32[T] of targets i32[T], each after its row, and the top ones i32[T, 20], f32[T,
+        20]."""
         return self.score_program(self.params.leaves, x, self.submesh.put(targets))

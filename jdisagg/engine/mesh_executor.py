@@ -1,7 +1,8 @@
-"""`MeshExecutor`: one worker's devices, for every role. It owns weights and pages, runs plans, and decides nothing.
+"""The executor of one worker on its devices, for every role.
 
-A worker with stages has one submesh a stage, a prefill worker without them one for all its layer groups; everything
-else is the same code (`layer_group.py`, `prefill.py`, `decode.py`, and `jdisagg/kv` for shipments).
+`MeshExecutor` owns weights and pages and runs plans; it takes no scheduling decisions. A worker with stages has one
+submesh per stage. A prefill worker without stages has one submesh for all of its layer groups. All other code is shared
+(`layer_group.py`, `prefill.py`, `decode.py`, and `jdisagg/kv` for shipments).
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ from jdisagg.model.ring_params import load_ring
 from jdisagg.model.sources import Source
 from jdisagg.parallel.submesh import Device, RingMesh, Submesh, shards_here
 
-# A worker's pages on their way to records below HBM, and back: what `kv/tiers` is to its devices.
+# Moves pages between HBM and the records of lower tiers: the device side of `kv/tiers`.
 
 
 @dataclass(frozen=True)
 class PackedPages:
-    """Pages that were packed in program order."""
+    """Pages that were packed as records, in program order."""
 
     form: RecordLayout
     packed: list[PackedKV]
@@ -82,13 +83,13 @@ class PackedPages:
     error_bound: float
 
     def read(self) -> tuple[np.ndarray, bool]:
-        """(u8[n, record_bytes], whether they may be kept); blocks until the devices have packed them."""
+        """Returns (records u8[n, record_bytes], True if they may be kept); blocks until they are packed."""
         records = self.form.empty(self.count)
         return records, fill_records(self.form, records, self.packed, self.error_bound)
 
 
 class TierPages:
-    """Of one worker."""
+    """Packs and inserts the pages of one worker that move to and from tiers below HBM."""
 
     def __init__(
         self,
@@ -97,18 +98,19 @@ class TierPages:
         programs: Mapping[Submesh, TransferPrograms],
         draft: DraftPages | None = None,
     ) -> None:
-        """draft: whose pages the last of the stages has."""
+        """Takes the pools by stage; draft: set if the last stage's pages are a draft model's."""
         self.config, self.stages, self.programs = config, stages, dict(programs)
         self.form = RecordLayout(stages[0].layout, config.tier_wire, config.digests, draft)
 
     def pack(self, pages: Sequence[int]) -> PackedPages:
-        """Packs the pages now, in program order; returns at once."""
+        """Dispatches the packing of the pages in program order and returns at once."""
         wire = self.config.tier_wire
         packed = pack_pages(self.stages, self.programs, self.form.shapes, pages, pages, wire=wire)
         return PackedPages(self.form, packed, len(pages), self.config.error_bound)
 
     def land(self, pages: Sequence[int], records: np.ndarray, good: Sequence[bool]) -> list[LandedKV]:
-        """Starts records on their way to the devices, for these pages; those that are not good go nowhere."""
+        """Starts the copy of records to the devices, for these pages; a record that is not `good` goes to the null
+        page."""
         places = [page if fine else NULL_PAGE for page, fine in zip(pages, good, strict=True)]
         if not all(good):
             records[np.flatnonzero(~np.array(good))] = 0
@@ -117,12 +119,12 @@ class TierPages:
         return land_records(self.form, records, places, self.stages, plan.moves)
 
 
-TIMINGS = 3  # of one pack; the least counts
+TIMINGS = 3  # runs of one pack; the shortest is reported
 
 
 @dataclass(frozen=True)
 class MeshShipment:
-    """Packed pages on their way; see `executor.Shipment`."""
+    """Packed pages in transfer; see `executor.Shipment`."""
 
     transfer: KVTransfer
     landed: list[LandedKV]
@@ -140,7 +142,7 @@ class MeshShipment:
 
 
 class Landed(Protocol):
-    """A shipment at its destination, wherever it came from."""
+    """A shipment that has arrived at its destination, from any kind of source."""
 
     @property
     def transfer(self) -> KVTransfer: ...
@@ -151,7 +153,7 @@ class Landed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What an executor holds, for people."""
+    """Memory and program counts of an executor, for reports."""
 
     weights_bytes: int
     pool_bytes: int
@@ -163,7 +165,7 @@ LoadStage = Callable[[Source, StageSpec], StageParams]
 
 @dataclass(frozen=True)
 class Place:
-    """What a machine was made of: from these another can be made on the same devices."""
+    """The arguments that an executor was made with; a reshape makes another executor from them on the same devices."""
 
     source: Source
     layout: KVLayout
@@ -172,11 +174,11 @@ class Place:
     dtype: DTypeLike
     weights: WeightFormat
     grammars: Grammars | None
-    draft: DraftModel | HeadModel | None = None  # that guesses what is drawn
+    draft: DraftModel | HeadModel | None = None  # the draft model or draft head
 
 
 class MeshExecutor:
-    """Implements `executor.Executor`."""
+    """An `Executor` on a mesh of devices."""
 
     def __init__(
         self,
@@ -192,11 +194,9 @@ class MeshExecutor:
         load: LoadStage | None = None,
         draft: DraftModel | HeadModel | None = None,
     ) -> None:
-        """Reads the weights (by `load`) and allocates the pages; `warm` must follow before the first plan.
-
-        `layers` are the runs of layers of this worker's stages, or of its layer groups; `devices` are this worker's,
-        stage-major. KV pages have the layout's dtype.
-        """
+        """Loads the weights (by `load`) and allocates the pages; `warm` must follow before the first plan. `layers` are
+        the ranges of layers of this worker's stages, or of its layer groups; `devices` are this worker's, stage-major.
+        KV pages have the layout's dtype."""
         self.config, self.model = config, model
         self.place = Place(source, layout, tuple(layers), tuple(devices), dtype, weights, grammars, draft)
         self.error_monitor = ErrorMonitor(config.error_bound)
@@ -211,7 +211,7 @@ class MeshExecutor:
         else:
             submeshes = submeshes_of(config, len(layers), devices)
             cuts = list(zip(layers, submeshes, strict=True))
-            load = load or (load_for_platform if room is None else load_stage)  # rows' adapters go layer by layer
+            load = load or (load_for_platform if room is None else load_stage)  # layers with adapters cannot be looped
             specs = [StageSpec(model, run, submesh.mesh, dtype, weights) for run, submesh in cuts]
             self.layer_groups = [
                 self._group(load(source, spec), run, submesh) for spec, (run, submesh) in zip(specs, cuts, strict=True)
@@ -222,7 +222,7 @@ class MeshExecutor:
         self.tier_pages = TierPages(config, self.pages, self.transfer_programs, kept)
         self.table = self._table()
         self.warmed: dict[Any, DeclaredProgram] = {}  # by key
-        self._warming = Lock()  # a machine's peers warm what it receives by; pools are written in place
+        self._warming = Lock()  # peers warm this executor's inserts, and pools are written in place
 
     def _group(self, params: StageParams, run: range, submesh: Submesh) -> LayerGroup:
         place, room = self.place, room_of(self.config, self.place.dtype)
@@ -247,12 +247,13 @@ class MeshExecutor:
 
     @property
     def draft(self) -> DraftLayers | None:
-        """The model that guesses, or reads prompts for others, where there is one."""
+        """Returns the draft model's layers, or None if this executor runs no draft model."""
         return self.runner.draft
 
     def owner(self, declared: DeclaredProgram) -> Any:
-        """What holds the weights and pools that the program reads: a layer group, or what stands behind its stages."""
-        behind = declared.stage == len(self.layer_groups)  # the ring, or the model that guesses
+        """Returns the owner of the weights and pools that the program reads: a layer group, the ring or the draft
+        model. A stage number behind the last layer group stands for the ring or the draft model."""
+        behind = declared.stage == len(self.layer_groups)  # the ring, or the draft model
         return (self.ring or self.draft) if behind else self.layer_groups[declared.stage]
 
     def _table(self) -> ProgramTable:
@@ -275,7 +276,7 @@ class MeshExecutor:
         return MeshShipment(transfer, landed, packed)
 
     def pack(self, transfer: KVTransfer, shapes: Sequence[StageShape]) -> list[PackedKV]:
-        """Packs what is to leave for stages of these shapes, now in program order."""
+        """Packs the pages for destination stages of these shapes, in program order."""
         pages = transfer.source_pages, transfer.destination_pages
         how = transfer.layers, transfer.wire, self.error_monitor
         return pack_pages(self.pages, self.transfer_programs, shapes, *pages, *how)
@@ -294,7 +295,7 @@ class MeshExecutor:
         return (lambda: all(np.asarray(shard).all() for shard in here)) if verdicts else None
 
     def drop(self, shipment: Landed) -> None:
-        """It goes with its arrays."""
+        """Drops a shipment that is not inserted; its memory is freed with its arrays."""
 
     def insert(self, shipment: Landed) -> None:
         if self.draft is not None and self.draft.kept:
@@ -304,13 +305,14 @@ class MeshExecutor:
 
     @property
     def pages(self) -> list[PagesOfStage]:
-        """The KV pages of each layer group, in layer order, and behind them a draft's that go with them."""
+        """Returns the KV pages of each layer group, in layer order, then those of the draft model that are shipped with
+        them."""
         kept = [] if self.draft is None or not self.draft.kept else [self.draft.kv]
         return [*(group.kv for group in self.layer_groups), *kept]
 
     @property
     def expert_loads(self) -> list[ExpertLoad]:
-        """What tokens its layers' experts were sent, group by group."""
+        """Returns the token counts of the experts, per layer group that has experts."""
         return [group.load for group in self.layer_groups if group.sparse]
 
     # ------------------------------------------------------------ warm-up
@@ -321,24 +323,26 @@ class MeshExecutor:
         peers: Sequence[MeshExecutor] = (),
         more: Sequence[DeclaredProgram] = (),
     ) -> None:
-        """Compiles every declared program by running it on null pages and idle slots, and `more` of its table.
+        """Compiles every declared program by running it on null pages and idle slots; more: further programs of the
+        table.
 
-        `peers` are the executors this one ships to (their inserts are compiled too). `progress(label, done, total)` is
-        called before each program and once after the last, with done == total. What is warm already is not run again.
+        `peers` are the executors this one ships to; their inserts are compiled too. `progress(label, done, total)` is
+        called before each program and once after the last, with done == total. Programs that are warm already are
+        skipped.
         """
         declared = [(self, each) for each in [*self.table.steps(), *self.table.transfers.tier_moves(), *more]]
         for peer in peers:
             declared += [(self, each) for each in self.table.departures(peer.table.shapes)]
             declared += [(peer, each) for each in peer.table.arrivals(self.table.shapes)]
-        declared = [each for each in declared if each[1].submesh.local_devices]  # the others are other processes'
-        cold = {each.key: (machine, each) for machine, each in declared if each.key not in machine.warmed}
-        for done, (machine, each) in enumerate(cold.values()):
-            progress(each.label if machine is self else f"{machine.config.worker} {each.label}", done, len(cold))
-            machine.warm_one(each)
+        declared = [each for each in declared if each[1].submesh.local_devices]  # others run in other processes
+        cold = {each.key: (executor, each) for executor, each in declared if each.key not in executor.warmed}
+        for done, (executor, each) in enumerate(cold.values()):
+            progress(each.label if executor is self else f"{executor.config.worker} {each.label}", done, len(cold))
+            executor.warm_one(each)
         progress("ready", len(cold), len(cold))
 
     def warm_one(self, declared: DeclaredProgram) -> None:
-        """Compiles a program of this machine's table by running it; nothing is done where it is warm."""
+        """Compiles one program of this executor's table by running it; does nothing if it is warm."""
         with self._warming:
             if declared.key not in self.warmed:
                 jax.block_until_ready(run_null(self.owner(declared), declared, null_batch(declared)))
@@ -348,7 +352,8 @@ class MeshExecutor:
         return group_pages(self.config.page_size, peer.page_size)
 
     def time_packs(self, shapes: Sequence[StageShape]) -> tuple[WireCost, ...]:
-        """What a page costs as each wire, on warm programs with nothing else under way; shapes: of a peer's stages."""
+        """Measures the cost of packing a page with each codec, on warm programs and idle devices. shapes: the stages of
+        a peer."""
         group = group_pages(self.config.page_size, shapes[0].page_size)
         nulls = null_lists(group, group.buckets()[-1])
 
@@ -358,7 +363,7 @@ class MeshExecutor:
         return tuple(wire_cost(wire, partial(pack, wire), len(nulls[0])) for wire in self.config.wires)
 
     def recompiles(self) -> int:
-        """Programs that were compiled and not by `warm`; stays 0 unless a shape or a placement was left undeclared."""
+        """Returns how many programs were compiled outside `warm`; above 0 if a shape or placement was undeclared."""
         declared = Counter(id(each.program) for each in self.warmed.values())
         return sum(max(0, each.num_compiled - declared[id(each)]) for each in self.table.owned)
 
@@ -377,7 +382,7 @@ class MeshExecutor:
 
 
 def wire_cost(wire: str, pack: Callable[[], list[PackedKV]], pages: int) -> WireCost:
-    """Of a page, where so many are packed at once."""
+    """Measures the cost of one page if `pages` are packed at once: the shortest of TIMINGS runs, and the bytes."""
     seconds, size = [], 0
     for _ in range(TIMINGS):
         began_s = time.perf_counter()
@@ -387,74 +392,75 @@ def wire_cost(wire: str, pack: Callable[[], list[PackedKV]], pages: int) -> Wire
     return WireCost(wire, min(seconds) / pages, size // pages)
 
 
-# A machine made of another on the same devices: its weights are cut anew in place, its pages are new and empty.
+# Reshaping: makes a new executor on the devices of an old one. Weights are resharded in place; pages are new and empty.
 #
-# The old machine holds nothing by then and is of no use afterwards: its pages are given up first, so that there
-# is room, and each weight as soon as its successor is there.
+# The old executor is unusable afterwards. Its pages are freed first to make room, and each weight is freed as soon as
+# its new shards exist.
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a machine is to be: its sizes, how it holds KV, and the layers of its stages, or layer groups."""
+    """The target of a reshape: the worker's sizes, its KV layout and the layers of its stages or layer groups."""
 
     config: WorkerConfig
     layout: KVLayout
     layers: tuple[range, ...]
 
 
-def shape_of(machine: MeshExecutor) -> Shape:
-    return Shape(machine.config, machine.place.layout, machine.place.layers)
+def shape_of(executor: MeshExecutor) -> Shape:
+    return Shape(executor.config, executor.place.layout, executor.place.layers)
 
 
-def reshaped(machine: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWeights]:
-    """Another machine on the same devices; what of the weights was moved, and what had to be read again."""
-    held, place = HeldWeights(), machine.place
-    for group in machine.layer_groups:
+def reshaped(executor: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWeights]:
+    """Returns (a new executor on the same devices, the weights that were moved and those that were read again)."""
+    held, place = HeldWeights(), executor.place
+    for group in executor.layer_groups:
         group.kv.pools.clear()
-    _give_up_draft(machine)
-    for group in machine.layer_groups:
-        spec = StageSpec(machine.model, group.layers, group.submesh.mesh, place.dtype, place.weights)
+    _give_up_draft(executor)
+    for group in executor.layer_groups:
+        spec = StageSpec(executor.model, group.layers, group.submesh.mesh, place.dtype, place.weights)
         held.add(whole_stage(group.given_up(), spec), spec)
-    return _made(machine, shape, held), held
+    return _make_executor(executor, shape, held), held
 
 
-def read_anew(machine: MeshExecutor, shape: Shape) -> MeshExecutor:
-    """As `reshaped`, where that went wrong half way: the weights come from where they came from at first."""
-    for group in machine.layer_groups:
+def read_anew(executor: MeshExecutor, shape: Shape) -> MeshExecutor:
+    """Returns the executor after a reshape failed half way; all weights are read from their source again."""
+    for group in executor.layer_groups:
         group.params.leaves.clear()
         group.kv.pools.clear()
-    _give_up_draft(machine)
-    return _made(machine, shape, None)
+    _give_up_draft(executor)
+    return _make_executor(executor, shape, None)
 
 
-def _give_up_draft(machine: MeshExecutor) -> None:
-    """The model that guesses is small: it is read anew where the machine is to decode."""
-    if machine.draft is not None:
-        machine.draft.params.leaves.clear()
-        machine.draft.kv.pools.clear()
+def _give_up_draft(executor: MeshExecutor) -> None:
+    """Frees the draft model. It is small and is loaded again if the new executor decodes."""
+    if executor.draft is not None:
+        executor.draft.params.leaves.clear()
+        executor.draft.kv.pools.clear()
 
 
-def _made(machine: MeshExecutor, shape: Shape, held: HeldWeights | None) -> MeshExecutor:
-    place = replace(machine.place, layout=shape.layout, layers=shape.layers)
+def _make_executor(executor: MeshExecutor, shape: Shape, held: HeldWeights | None) -> MeshExecutor:
+    place = replace(executor.place, layout=shape.layout, layers=shape.layers)
     parts = place.source, place.layout, place.layers, place.devices, place.dtype, place.weights, place.grammars
     if held is None:
-        return MeshExecutor(shape.config, machine.model, *parts, draft=place.draft)
+        return MeshExecutor(shape.config, executor.model, *parts, draft=place.draft)
     load = held.load if shape.config.max_loras else partial(load_held, held)
-    return MeshExecutor(shape.config, machine.model, *parts, load=load, draft=place.draft)
+    return MeshExecutor(shape.config, executor.model, *parts, load=load, draft=place.draft)
 
 
 Owned = tuple[MeshExecutor, DeclaredProgram]
 
 
-def programs_with(machine: MeshExecutor, others: Sequence[MeshExecutor]) -> Iterator[Owned]:
-    """Its own steps, and what it and the others need to ship KV to each other; each with the machine that runs it."""
-    yield from ((machine, each) for each in [*machine.table.steps(), *machine.table.transfers.tier_moves()])
+def programs_with(executor: MeshExecutor, others: Sequence[MeshExecutor]) -> Iterator[Owned]:
+    """Yields an executor's steps and the programs for KV transfers with the others, each with the executor that runs
+    it."""
+    yield from ((executor, each) for each in [*executor.table.steps(), *executor.table.transfers.tier_moves()])
     for other in others:
-        roles = machine.config.role, other.config.role
+        roles = executor.config.role, other.config.role
         if roles == (Role.PREFILL, Role.DECODE):
-            yield from _between(machine, other)
+            yield from _between(executor, other)
         elif roles == (Role.DECODE, Role.PREFILL):
-            yield from _between(other, machine)
+            yield from _between(other, executor)
 
 
 def _between(source: MeshExecutor, destination: MeshExecutor) -> Iterator[Owned]:
@@ -463,11 +469,9 @@ def _between(source: MeshExecutor, destination: MeshExecutor) -> Iterator[Owned]
 
 
 def compile_cold(programs: Sequence[Owned]) -> list[Owned]:
-    """Compiles those that are not warm, from the cache of compiled programs where they are there; nothing runs.
-
-    Returns them: a call of each is quick now.
-    """
-    cold = {each.key: (machine, each) for machine, each in programs if each.key not in machine.warmed}
+    """Compiles the programs that are not warm, from the compilation cache if they are in it; runs nothing. Returns
+    these programs; a call of each is quick from now on."""
+    cold = {each.key: (executor, each) for executor, each in programs if each.key not in executor.warmed}
     for _, each in cold.values():
         each.program.lower(*each.arguments).compile()
     return list(cold.values())

@@ -1,6 +1,6 @@
-"""Several decode steps of a worker of one stage in one dispatch: a loop around its layers and its sampling.
+"""Several decode steps per dispatch, for a worker of one stage: a loop around its layers and sampling.
 
-The host learns the tokens when the last step has ended, so no step may depend on it: rows with a grammar, penalties or
+The host reads the tokens after the last step, so no step may depend on the host: rows with a grammar, penalties or
 logprobs take single steps (`policy/scheduler.py`). Layers and sampling are those of single steps.
 """
 
@@ -31,39 +31,42 @@ from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.parallel.submesh import WHOLE, Program
 from pallas_kernels.wire_format import Pool
 
-# Several decode steps of every slot in one dispatch: the inputs and results of such a program, and the host's
-# part.
+# Inputs and results of a program that runs several decode steps of every slot, and the host's part.
 #
-# Tokens are sampled and fed back on the devices. A slot takes at most the steps it may, and none after its stop
-# token. The steps of a ring go round its stages (`ring.py`); those of a worker of one stage follow each other in
-# a loop around its layers (`multi_step.py`).
+# Tokens are sampled and fed back on the devices. A slot takes at most its allowed number of steps, and none after its
+# stop token. The steps of a ring pass through its stages (`ring.py`). Those of a worker of one stage run in a loop
+# around its layers.
 
-PLAIN, DRAWN, SCORED = "plain", "drawn", "scored"  # what a dispatch draws: argmax, anything, and its logprobs too
+PLAIN, DRAWN, SCORED = (
+    "plain",
+    "drawn",
+    "scored",
+)  # sampling of a dispatch: argmax, all parameters, all parameters and logprobs
 
 
 class Slots(NamedTuple):
-    """What a dispatch knows of all slots, [.., S]; inside a ring's program [.., pp, B]."""
+    """The inputs of a dispatch for all slots, [.., S]; inside a ring's program [.., pp, B]."""
 
-    table: Array  # i32[S, W], one wider with adapters, whose slots come last
+    table: Array  # i32[S, W]; i32[S, W + 1] with adapters, whose slots are the last column
     state: Array  # i32[4, S], see `decode.py`
-    left: Array  # i32[S]: tokens that each slot may draw in this dispatch
-    turns: Array  # i32[]: the most of them
+    left: Array  # i32[S]: tokens that each slot may sample in this dispatch
+    turns: Array  # i32[]: the largest of `left`
     metadata: SamplingMetadata
-    counts: Counts | None = None  # None where nobody is penalised
-    allowed: Array | None = None  # u32[S, words], see `grammar_masks.py`; None where nobody has a grammar
+    counts: Counts | None = None  # None if no row has penalties
+    allowed: Array | None = None  # u32[S, words], see `grammar_masks.py`; None if no row has a grammar
 
 
 class Drawn(NamedTuple):
-    """What a dispatch makes beside the pages: by turn and slot, and the slots' next state."""
+    """The results of a dispatch besides the pages: tokens by step and slot, and the slots' next state."""
 
-    tokens: Array  # i32[most, S], -1 where nothing was drawn
+    tokens: Array  # i32[most, S], -1 if no token was sampled
     logprobs: tuple[Array, Array, Array] | None  # f32[most, S], i32[most, S, 20], f32[most, S, 20]
-    output: Array | None  # i32[S, V] of the counts
+    output: Array | None  # i32[S, V], the output counts
     state: Array  # i32[4, S]
 
 
 def with_left(state: Array, left: Array) -> Array:
-    """The state, in which no slot is stepped that may draw nothing more."""
+    """Returns the state with the slots disabled that may sample no further token."""
     return state.at[ENABLED].set(state[ENABLED] * (left > 0).astype(jnp.int32))
 
 
@@ -76,7 +79,7 @@ def draw_left(
     counts: Counts | None = None,
     allowed: Array | None = None,
 ) -> tuple[Array, Array]:
-    """A turn's tokens i32[B], -1 of slots that draw none, and the next state; see `Slots`."""
+    """Returns a step's tokens i32[B], -1 for slots that sample none, and the next state; see `Slots`."""
     stepped = with_left(state, left)
     if kind == PLAIN:
         after, tokens = draw_greedy(logits, stepped, metadata)
@@ -87,15 +90,15 @@ def draw_left(
 
 
 class SentWidths:
-    """Tokens that each slot may draw in a dispatch, and the most of them; sent where they are not as before."""
+    """The tokens that each slot may sample in a dispatch, and the largest of them; sent only if they changed."""
 
     def __init__(self, slots: int, put: Put) -> None:
         self._slots, self._put = slots, put
         self._sent: tuple[list[int], Array, Array] | None = None
-        self._rows: DecodeRows | None = None  # that it was for
+        self._rows: DecodeRows | None = None  # the rows that were sent last
 
     def of(self, rows: DecodeRows) -> tuple[Array, Array]:
-        """i32[S] and i32[]."""
+        """Returns the widths i32[S] and their maximum i32[] on the device."""
         if self._sent is not None and rows is self._rows:
             return self._sent[1:]
         self._rows = rows
@@ -110,7 +113,7 @@ class SentWidths:
 
 @dataclass(frozen=True)
 class PendingMultiStep:
-    """A dispatch whose tokens are not read yet; see `executor.PendingStep`."""
+    """A multi-step dispatch whose tokens are not read yet; see `executor.PendingStep`."""
 
     step_id: int
     plan: DecodeRows
@@ -142,14 +145,16 @@ class Carry(NamedTuple):
     state: Array  # i32[4, S]
     left: Array  # i32[S]
     tokens: Array  # i32[most, S]
-    load: list[Array]  # i32[layers with experts, experts], where there are any
+    load: list[Array]  # i32[layers with experts, experts], if the model has any
 
 
 class MultiStepPrograms:
-    """The programs for each kind of sampling, whether or not weights and pages exist."""
+    """The programs for each kind of sampling; weights and pages may be shapes."""
 
     def __init__(self, group: LayerGroupPrograms, most: int) -> None:
-        assert group.is_first and group.is_last, "the turns of several stages go round, see `ring.py`"
+        assert group.is_first and group.is_last, (
+            "several steps of several stages per dispatch are a ring, see `ring.py`"
+        )
         self.group, self.most = group, most
         self.kinds = {kind: self._program(kind) for kind in (PLAIN, DRAWN)}
 
@@ -165,7 +170,7 @@ class MultiStepPrograms:
         turns = partial(self._turns, kind)
         return submesh.program(turns, specs, (POOL_SPEC, *results), (1,), formats, **self.group.compiled)
 
-    # ------------------------------------------------------------ what one shard runs
+    # ------------------------------------------------------------ code of one shard
 
     def _turns(self, kind: str, leaves: list[Array], pools: list[Pool], slots: Slots) -> tuple[Any, ...]:
         experts = self.group.config.experts
@@ -190,24 +195,26 @@ class MultiStepPrograms:
 
 
 class MultiStep(MultiStepPrograms):
-    """The programs of a worker whose weights are loaded and whose pages are allocated."""
+    """The multi-step programs of a worker with loaded weights and allocated pages."""
 
     def __init__(self, group: LayerGroup, config: WorkerConfig) -> None:
         super().__init__(group, config.decode.steps_per_dispatch)
         self._held = group
         self._widths = SentWidths(config.num_slots, group.submesh.put)
-        self._metadata: tuple[SamplingMetadata, SamplingMetadata] | None = None  # where it is drawn, and on all shards
+        self._metadata: tuple[SamplingMetadata, SamplingMetadata] | None = (
+            None  # on the device that samples, and on all shards
+        )
 
     def run(self, step_id: int, plan: DecodeRows, batch: Microbatch) -> PendingMultiStep:
-        """Dispatches the turns of a microbatch that knows what the plan changes."""
-        asked = batch.asked(plan.active)
-        kind = PLAIN if asked.plain else DRAWN
+        """Dispatches several steps of a microbatch to which the plan's changes were sent."""
+        sampling = batch.batch_sampling(plan.active)
+        kind = PLAIN if sampling.plain else DRAWN
         drawn = self._dispatch(kind, self._slots(plan, batch))
         batch.state = self._held.submesh.first_copy(drawn.state)
         drawn.tokens.copy_to_host_async()
         load = self._held.load
         counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ((load, load.taken()),) if self._held.sparse else ()
-        return PendingMultiStep(step_id, plan, drawn, asked.wanted, counts)
+        return PendingMultiStep(step_id, plan, drawn, sampling.wanted, counts)
 
     def _dispatch(self, kind: str, slots: Slots) -> Drawn:
         kv = self._held.kv
@@ -218,28 +225,25 @@ class MultiStep(MultiStepPrograms):
     def _slots(self, plan: DecodeRows, batch: Microbatch) -> Slots:
         submesh = self._held.submesh
         table = batch.table_on(submesh, plan.table_pages)
-        state = batch.state if submesh.tp == 1 else submesh.spread(batch.state)  # it is drawn here
+        state = batch.state if submesh.tp == 1 else submesh.spread(batch.state)  # this device samples
         if self._metadata is None or self._metadata[0] is not batch.metadata:
             self._metadata = batch.metadata, SamplingMetadata(*map(submesh.spread, batch.metadata))
         return Slots(table, state, *self._widths.of(plan), self._metadata[1])
 
 
-# Several decode steps of several stages in one dispatch: a step of all slots, run as single steps of one
-# microbatch after the other, all dispatched before any is read.
+# Several decode steps of several stages in one dispatch: a step of all slots, run as single steps of one microbatch
+# after the other, all dispatched before any is read.
 #
-# A sampled token enters the first stage again on the devices. While one microbatch is at a stage the others are
-# at the other ones, so no stage waits for the host. Programs are those of single steps, so every kind of sampling
-# takes part. A row that has all its tokens is masked from the next step on, and a row that sampled its stop token
-# masks itself.
+# Sampled tokens enter the first stage again on the devices. While one microbatch is at a stage, the others are at the
+# other stages, so no stage waits for the host. Programs are those of single steps, so every kind of sampling is
+# allowed. A row that has all its tokens is masked from the next step on, and a row that sampled its stop token masks
+# itself.
 
 
 def single_steps(rows: DecodeRows, batches: int, size: int) -> tuple[DecodeRows, ...]:
     """Returns the single steps of `batches` microbatches of `size` slots that make up a step of all slots, in the order
-    of their dispatch.
-
-    Changes go with a microbatch's first step, even if it has no active slot. Equal steps are one object, so that
-    nothing is computed again for them.
-    """
+    of their dispatch. Changes go with a microbatch's first step, even if it has no active slot. Equal steps are one
+    object, so that nothing is computed again for them."""
     firsts = [_of_batch(rows, batch, range(batch * size, (batch + 1) * size)) for batch in range(batches)]
     rounds = [[first for first in firsts if first.active or _changes(first)]]
     widths = rows.widths if rows.turns else ()
@@ -281,7 +285,7 @@ def _changes(rows: DecodeRows) -> bool:
 
 
 class PipelinedMultiStep:
-    """The single steps of the rows that were run last: rows that repeat are one object, and taken apart once."""
+    """Splits steps of all slots into single steps of microbatches; caches the last split, as equal rows repeat."""
 
     def __init__(self, batches: int, size: int) -> None:
         self._sizes = batches, size
@@ -295,7 +299,7 @@ class PipelinedMultiStep:
 
 @dataclass(frozen=True)
 class PendingPipelinedMultiStep:
-    """A step of all slots that was dispatched; see `executor.PendingStep`."""
+    """A dispatched step of all slots over several stages; see `executor.PendingStep`."""
 
     step_id: int
     plan: DecodeRows
@@ -303,11 +307,11 @@ class PendingPipelinedMultiStep:
     counts: tuple[tuple[ExpertLoad, list[Array]], ...]
 
     def read(self) -> StepDone:
-        told = self._rows(chain.from_iterable([step.read() for step in self.steps]))
+        rows = self._rows(chain.from_iterable([step.read() for step in self.steps]))
         for load, taken in self.counts:
             load.read(taken)
         guessed = tuple(chain.from_iterable(step.guessed() for step in self.steps))
-        return StepDone(self.step_id, told, (), (), guessed=guessed)
+        return StepDone(self.step_id, rows, (), (), guessed=guessed)
 
     def _rows(self, drawn: chain[tuple[int, tuple[Sampled, ...] | None]]) -> DrawnRows:
         by_slot: dict[int, list[Sampled]] = {slot: [] for slot in self.plan.active}
@@ -316,7 +320,7 @@ class PendingPipelinedMultiStep:
         return tuple((slot, tuple(tokens) or None) for slot, tokens in by_slot.items())
 
 
-# Declared programs of several decode steps: each like the single step of the same slots, whose layers it runs.
+# Declared programs of several decode steps, like the single step of the same slots whose layers they run.
 
 
 def declared_multi_step(turns: MultiStepPrograms, step: DeclaredProgram) -> list[DeclaredProgram]:
@@ -325,14 +329,14 @@ def declared_multi_step(turns: MultiStepPrograms, step: DeclaredProgram) -> list
     slots, submesh = state.shape[1], turns.group.submesh
     metadata = (slots, INT_COLUMNS), (slots, FLOAT_COLUMNS)
     drawn = SamplingMetadata(whole(submesh, metadata[0]), whole(submesh, metadata[1], jnp.float32))  # pyright: ignore[reportArgumentType]
-    told = Slots(table, state, whole(submesh, (slots,)), whole(submesh, ()), drawn)  # pyright: ignore[reportArgumentType]
+    inputs = Slots(table, state, whole(submesh, (slots,)), whole(submesh, ()), drawn)  # pyright: ignore[reportArgumentType]
     room = step.batch_bytes + logit_bytes(turns.group.config, slots)
     return [
         replace(
             step,
             kind=f"turns {kind}",
             program=program,
-            batch=(told,),
+            batch=(inputs,),
             batch_bytes=room,
             loops=(turns.most, *step.loops),
         )

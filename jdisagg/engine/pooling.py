@@ -1,8 +1,8 @@
-"""States of a step's rows, summed by sequence on the device: what embeddings are made of.
+"""Final states of a step's rows, summed per sequence on the device, for embeddings.
 
-Sums must be the same in whatever chunks a prompt is cut, so they are of whole numbers, in parts of POOLED_ONE. A state
-is one of 46 bits: three numbers of 15 and sign hold it, each cut off the last one's rest without a rounding, and their
-sums over a step's rows fit 32 bits, which is all that devices add up.
+Sums must not depend on how a prompt is split into chunks, so they are sums of whole numbers in units of 1 / POOLED_ONE.
+A state is a number of 46 bits, held as three numbers of 15 bits and sign. Each is the rest of the one before, without
+rounding. Their sums over a step's rows fit the 32 bits that devices add.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from jax import Array
 from jdisagg.core.request import POOLED_ONE
 from jdisagg.core.steps import PrefillChunk
 
-MOST_STATE = 1 << 12  # of one number of a state: sums of a hundred thousand still fit
+MOST_STATE = 1 << 12  # largest number of a state: sums of a hundred thousand still fit
 PART_BITS = 15
-SHIFTS = (2 * PART_BITS - 1, PART_BITS - 1, 0)  # of the three parts
+SHIFTS = (2 * PART_BITS - 1, PART_BITS - 1, 0)  # bit positions of the three numbers
 assert log2(POOLED_ONE) + log2(MOST_STATE) == SHIFTS[0] + PART_BITS
-MOST_ROWS = 1 << (31 - PART_BITS)  # of a step
+MOST_ROWS = 1 << (31 - PART_BITS)  # most rows of a step
 
 
 def pools(chunk: PrefillChunk) -> bool:
-    """Whether something of its rows' states is told: of the last token's alone where no more is asked for."""
+    """Returns True if states of the chunk's rows are returned: all for a mean, else that of the prompt's last token."""
     return chunk.sampling.pooling == "mean" or (chunk.last and bool(chunk.sampling.pooling))
 
 
 def summed_rows(chunks: Sequence[PrefillChunk], sequences: int) -> np.ndarray:
-    """i32[2, S]: of each chunk, from which row to which its states are summed; none where nobody asks."""
+    """Returns i32[2, S]: the first row and the end of the rows whose states are summed per chunk; empty if none are
+    wanted."""
     rows, stop = np.zeros((2, sequences), np.int32), 0
     for index, chunk in enumerate(chunks):
         first, stop = stop, stop + len(chunk.tokens)
@@ -41,7 +42,7 @@ def summed_rows(chunks: Sequence[PrefillChunk], sequences: int) -> np.ndarray:
 
 
 def pooled(states: Array, rows: Array) -> Array:
-    """[T, hidden] and i32[2, S] as `summed_rows` makes it -> i32[3, S, hidden]: see `whole`."""
+    """Sums states [T, hidden] over the rows i32[2, S] of `summed_rows`: returns i32[3, S, hidden], see `whole`."""
     assert states.shape[0] < MOST_ROWS, states.shape
     row, sequences = jnp.arange(states.shape[0])[:, None], rows.shape[1]
     within = (rows[:1] <= row) & (row < rows[1:])
@@ -57,6 +58,6 @@ def pooled(states: Array, rows: Array) -> Array:
 
 
 def whole(parts: np.ndarray) -> tuple[int, ...]:
-    """i32[3, hidden] of one sequence -> its numbers in parts of POOLED_ONE."""
+    """Combines i32[3, hidden] of one sequence to whole numbers in units of 1 / POOLED_ONE."""
     high, middle, low = (part.astype(np.int64) << shift for part, shift in zip(parts, SHIFTS, strict=True))
     return tuple((high + middle + low).tolist())

@@ -1,7 +1,7 @@
-"""Prefill: a step's chunks of several prompts, packed, and the first token of those that end with it.
+"""Prefill: packs a step's chunks of several prompts and samples the first token of those that end with the chunk.
 
 Every chunk runs with the widest page table: attention visits only the pages a chunk holds, so a narrower table would
-save nothing and cost a program each.
+save nothing and cost one program each.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from jdisagg.parallel.submesh import Program, Submesh
 FirstTokens = tuple[tuple[RequestId, Sampled], ...]
 Pooled = tuple[tuple[RequestId, tuple[int, ...]], ...]
 PromptScores = tuple[tuple[RequestId, tuple[Sampled, ...]], ...]
-MAX_BOUNDARIES = 64  # unfinished prompts whose last row is kept for prompt logprobs; the oldest goes first
+MAX_BOUNDARIES = 64  # unfinished prompts whose last row is kept for prompt logprobs; the oldest is dropped first
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A plan's numbers as the programs take them, on the host. T rows, S sequences."""
+    """The packed arrays of a plan on the host, as the programs take them: T rows, S sequences."""
 
-    rows: np.ndarray  # i32[3, T]: token, position, page; of a machine with adapters a fourth, its slot
+    rows: np.ndarray  # i32[3, T]: token, position, page; i32[4, T] with adapters: adapter slot
     spans: np.ndarray  # i32[2, S + 1]
     table: np.ndarray  # i32[S, W]
-    first_rows: np.ndarray  # i32[S + 1]: where each chunk begins
+    first_rows: np.ndarray  # i32[S + 1]: first row of each chunk
 
     @property
     def last_rows(self) -> np.ndarray:
-        """i32[S]: each chunk's last row (0 for unused sequences)."""
+        """Returns i32[S]: each chunk's last row (0 for unused sequences)."""
         return np.maximum(self.first_rows[1:] - 1, 0)
 
     @property
     def targets(self) -> np.ndarray:
-        """i32[T]: the token after each row; past a chunk's last row it means nothing."""
+        """Returns i32[T]: the token after each row; undefined behind a chunk's last row."""
         return np.append(self.rows[0, 1:], np.int32(0))
 
 
 def pack(plan: PrefillChunks, config: WorkerConfig, adapters: AdapterSlots | None = None) -> Packed:
-    """Chunks one after another, padding rows last on the null page."""
+    """Packs chunks one after another, with padding rows last on the null page."""
     assert len(plan.chunks) <= config.max_chunk_seqs and plan.num_tokens <= plan.bucket_tokens, plan
     rows = np.zeros((3 if adapters is None else 4, plan.bucket_tokens), np.int32)
     rows[3:] = NONE
@@ -90,13 +90,13 @@ def pack(plan: PrefillChunks, config: WorkerConfig, adapters: AdapterSlots | Non
 
 @dataclass(frozen=True)
 class BoundaryLogits:
-    """The logits that predict a request's next chunk's first token: one row of a head's result."""
+    """The logits that predict the first token of a request's next chunk: one row of a head's result."""
 
     logits: Array  # f32[S, V]
     row: int
 
     def logprobs(self, token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As `token_logprobs` of one row, on the host."""
+        """Computes `token_logprobs` of one row, on the host."""
         row = np.asarray(self.logits)[self.row].astype(np.float64)
         logprobs = row - row.max() - np.log(np.exp(row - row.max()).sum())
         best = np.argsort(-logprobs, kind="stable")[:NUM_TOP]
@@ -105,18 +105,19 @@ class BoundaryLogits:
 
 @dataclass(frozen=True)
 class PendingChunks:
-    """What comes of a step's chunks, on its way to the host."""
+    """The results of a step's chunks, being copied to the host."""
 
     plan: PrefillChunks
     first_rows: np.ndarray
-    tokens: Array | None  # i32[S], row i drawn for chunk i
+    tokens: Array | None  # i32[S], row i sampled for chunk i
     logprobs: tuple[Array, Array, Array] | None
     scores: tuple[Array, Array, Array] | None  # of every row
     states: Array | None = None  # i32[3, S, hidden], see `pooling.pooled`
     boundaries: dict[RequestId, BoundaryLogits] = field(default_factory=dict)  # from the chunks before
 
     def read(self) -> tuple[FirstTokens, PromptScores, Pooled]:
-        """Blocks until they are there; see `StepDone`."""
+        """Returns the first tokens, prompt scores and pooled states, see `StepDone`; blocks until they are on the
+        host."""
         drawn: list[tuple[RequestId, Sampled]] = []
         if self.tokens is not None:
             tokens = np.asarray(self.tokens)[: len(self.plan.chunks)].tolist()
@@ -143,7 +144,8 @@ class PendingChunks:
         )
 
     def _prompt(self, chunk: PrefillChunk, row: int, scores: list[np.ndarray]) -> tuple[Sampled, ...]:
-        """Row r predicts the token after it; the chunk's first token is predicted by the chunk before."""
+        """Returns the scores of a chunk's tokens. Row r predicts the token after it; the chunk before predicts the
+        chunk's first token."""
         wanted = chunk.sampling.prompt_logprobs
         within = [part[row : row + len(chunk.tokens) - 1] for part in scores]
         known = sampled_rows(chunk.tokens[1:], [wanted] * (len(chunk.tokens) - 1), within)
@@ -166,7 +168,7 @@ class FirstDrawPrograms:
 
 
 class Prefiller(FirstDrawPrograms):
-    """Packs the chunks of steps, and draws what follows them."""
+    """Packs the chunks of steps and samples their first tokens."""
 
     def __init__(
         self,
@@ -182,13 +184,13 @@ class Prefiller(FirstDrawPrograms):
         self._borders: OrderedDict[RequestId, BoundaryLogits] = OrderedDict()
 
     def spread(self, packed: Packed) -> dict[Submesh, Chunks]:
-        """The chunks on every submesh of the layer groups."""
+        """Copies the packed chunks to every submesh of the layer groups."""
         submeshes = dict.fromkeys(group.submesh for group in self.layer_groups)
         return {submesh: Chunks(*submesh.put((packed.rows, packed.spans, packed.table))) for submesh in submeshes}
 
     def finish(self, plan: PrefillChunks, packed: Packed, x: Array, logits: Array | None = None) -> PendingChunks:
-        """Activations [T, hidden] after all layers -> what is drawn; `logits` f32[S, V] where they are there already,
-        on the device that draws."""
+        """Samples and scores from the activations [T, hidden] after all layers; `logits` f32[S, V] are given if they
+        were computed with the layers, on the device that samples."""
         scored = [chunk for chunk in plan.chunks if chunk.sampling.prompt_logprobs is not None]
         tokens = logprobs = scores = None
         if scored or any(chunk.last for chunk in plan.chunks):
@@ -211,11 +213,11 @@ class Prefiller(FirstDrawPrograms):
         return PendingChunks(plan, packed.first_rows, tokens, logprobs, scores, states, boundaries)
 
     def head(self, x: Array, packed: Packed) -> Array:
-        """Logits f32[S, V] after each chunk's last row, on the device that draws."""
+        """Returns the logits f32[S, V] after each chunk's last row, on the device that samples."""
         return self.layer_groups[-1].head(x, packed.last_rows).addressable_data(0)
 
     def draw(self, plan: PrefillChunks, logits: Array) -> Array:
-        """i32[S] tokens; only the rows of last chunks mean anything."""
+        """Samples tokens i32[S]; only the rows of prompts' last chunks are valid."""
         last = [(row, chunk) for row, chunk in enumerate(plan.chunks) if chunk.last]
         allowed = self._allowed(last)
         logits = logits if allowed is None else self.mask(logits, allowed)
@@ -260,12 +262,12 @@ class Prefiller(FirstDrawPrograms):
             self._borders.popitem(last=False)
 
 
-# Chunks of what a draft model has not read of slots, made where tokens are drawn: what was drawn last is known
-# there alone.
+# Chunks of the slots' tokens that a draft model has not processed. They are built on the device that samples, the only
+# place that knows the last sampled tokens.
 
 
 class UnreadChunks(NamedTuple):
-    """As `layer_group.Chunks`, and what will have been read then."""
+    """A packed chunk as `layer_group.Chunks`, and the processed tokens after it."""
 
     rows: Array  # i32[3, T]
     spans: Array  # i32[2, S + 1]
@@ -276,12 +278,9 @@ class UnreadChunks(NamedTuple):
 def unread_chunks(
     history: Array, state: Array, fed: Array, table: Array, picked: Array, places: Array, page_tokens: Array
 ) -> UnreadChunks:
-    """Of some slots, the tokens before the one that is fed next, from the first that was not read.
-
-    history i32[B, S]: tokens by position; fed i32[B]: how many of each slot's were read; table i32[B, W]: its pages;
-    picked i32[2, S]: slots, B for none, and how many tokens of each at most, T in all; places i32[T]: 0, 1, 2, ...;
-    page_tokens i32[]: of a page.
-    """
+    """Packs the unprocessed tokens of some slots, up to the one that is fed next. history i32[B, S]: tokens by
+    position; fed i32[B]: processed tokens of each slot; table i32[B, W]: its pages; picked i32[2, S]: slots (B for
+    none) and the most tokens of each, T in all; places i32[T]: 0, 1, 2, ...; page_tokens i32[]: tokens per page."""
     slots, most = jnp.minimum(picked[0], history.shape[0] - 1), jnp.where(picked[0] < history.shape[0], picked[1], 0)
     begun = jnp.minimum(fed[slots], state[POSITION][slots])
     number = jnp.minimum(state[POSITION][slots] - begun, most)
@@ -301,7 +300,7 @@ def unread_chunks(
 
 
 def picks(counts: dict[int, int], sequences: int, slots: int) -> np.ndarray:
-    """i32[2, S]: these rows, and how many tokens of each."""
+    """Returns i32[2, S]: the rows, and how many tokens of each."""
     found = np.full((2, sequences), slots, np.int32)
     found[1] = 0
     found[:, : len(counts)] = [*counts], [*counts.values()]

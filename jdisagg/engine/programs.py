@@ -1,9 +1,10 @@
-"""Every device program of a worker, declared once: what warm-up runs, `jdisagg aot` compiles for chips that are not
-here, the profiler times, and the count of recompiles is held to.
+"""Declares every device program of a worker.
 
-A `ProgramTable` is made of a worker's sizes and the owners of its jitted functions, which may hold weights and pages
-(`MeshExecutor`) or shapes alone (`abstract_table`). Who adds a program to a step adds it to `steps`: a test serves a
-mixed load by machines that were never warmed and holds what they compile to this table.
+Warm-up runs these programs, `jdisagg aot` compiles them for chips that are not attached, the profiler times them, and
+the count of recompiles is compared with them. A `ProgramTable` is built from a worker's sizes and the owners of its
+jitted functions. The owners hold weights and pages (`MeshExecutor`) or shapes alone (`abstract_table`). A program that
+is added to a step must be added to `steps`: a test serves a mixed load with executors that were never warmed and
+compares what they compile with this table.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from jdisagg.model.lora import AdapterCapacity, room_for
 from jdisagg.model.params import StageSpec, abstract_stage_params
 from jdisagg.parallel.submesh import Device, Program, Submesh, placed
 
-# The programs that pages leave and arrive by, declared: between workers, and to and from records below HBM.
+# Declared programs of KV transfers: between workers, and to and from records below HBM.
 
 
 class Keeper(Protocol):
-    """A layer group, or what else has layers with pages."""
+    """A layer group, or another owner of layers with KV pages."""
 
     @property
     def kv_layers(self) -> range: ...
@@ -58,28 +59,28 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class Kept:
-    """The pages of one stage, as shipments know it."""
+    """The KV pages of one stage, as transfers describe them."""
 
     group: Keeper
     layout: KVLayout
-    draft: DraftPages | None = None  # whose pages these are; None: the model's
+    draft: DraftPages | None = None  # set if the pages are a draft model's; None: the served model's
 
     @property
     def shape(self) -> StageShape:
-        """What the other end of a shipment must know."""
+        """Returns the description of this stage that the other end of a transfer needs."""
         tp = self.group.submesh.tp
         if self.draft is not None:
             return draft_shape(self.draft, tp)
         return StageShape(self.group.kv_layers, tp, self.layout.page_size, self.layout.dtype)
 
     def page_bytes(self, layers: int) -> int:
-        """One page of `layers` layers on one device."""
+        """Returns the bytes that one page of `layers` layers has on one device."""
         return layers * self.layout.layer_page_bytes(self.group.submesh.tp)
 
 
 @dataclass(frozen=True)
 class TransferTable:
-    """Of one worker."""
+    """The declared programs of one worker's KV transfers."""
 
     config: WorkerConfig
     kept: Sequence[Kept]
@@ -94,7 +95,8 @@ class TransferTable:
         return self.kept[0].layout.num_kv_heads
 
     def departures(self, shapes: Sequence[StageShape], wires: Sequence[str]) -> list[DeclaredProgram]:
-        """Packs for stages of these shapes, for all sizes and wires declared, as `pack_pages` calls them."""
+        """Returns the pack programs for destination stages of these shapes, for all bucket sizes and codecs, with the
+        arguments of `pack_pages`."""
         return [
             each
             for route in plan_routes(self.shapes, tuple(shapes), self.num_kv_heads)
@@ -106,7 +108,8 @@ class TransferTable:
     def arrivals(
         self, shapes: Sequence[StageShape], wires: Sequence[str], *, records: bool = False
     ) -> list[DeclaredProgram]:
-        """Checks and inserts of what leaves stages of these shapes, or of what records of them keep."""
+        """Returns the check and insert programs for KV from stages of these shapes; records: for KV read from a lower
+        tier."""
         return [
             each
             for route in plan_routes(tuple(shapes), self.shapes, self.num_kv_heads)
@@ -116,7 +119,7 @@ class TransferTable:
         ]
 
     def tier_moves(self) -> list[DeclaredProgram]:
-        """What brings pages below HBM and back, where the worker has tiers."""
+        """Returns the programs that move pages to and from tiers below HBM; empty if the worker has none."""
         if not self.config.has_tiers:
             return []
         form = RecordLayout(self.kept[0].layout, draft=self.kept[-1].draft)
@@ -179,13 +182,12 @@ class TransferTable:
 
 
 def pools_for(group: Keeper, layout: KVLayout, num_pages: int, layers: int) -> list[jax.ShapeDtypeStruct]:
-    """Those that `layers` of the group's layers lie in."""
     held = len(group.kv_layers) if group.joined else layers
     return abstract_pools(layout, held, num_pages, group.submesh, joined=group.joined)
 
 
 def places_for(group: Keeper, layers: int, pages: int) -> jax.ShapeDtypeStruct:
-    """As `pools.places_in`."""
+    """Returns the shape of the page indices, as `pools.places_in` makes them."""
     return whole(group.submesh, (layers, pages) if group.joined else (pages,))
 
 
@@ -197,7 +199,7 @@ def transfer_programs_of(
 
 
 def landed(slices: HeadSlices, submesh: Submesh) -> HeadSlices:
-    """Shapes for one shard as the submesh holds them: cut on heads, axis 2."""
+    """Returns the shapes of one shard's slices as the submesh holds them: split over heads, axis 2."""
     cut = submesh.sharding(SLICE_SPEC)
 
     def whole(each: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -213,7 +215,7 @@ def _traits(wire: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ProgramTable:
-    """One worker's programs; `steps` are its own, `departures` and `arrivals` those of shipments."""
+    """The declared programs of one worker; `steps` are its own, `departures` and `arrivals` those of KV transfers."""
 
     config: WorkerConfig
     model: ModelConfig
@@ -221,24 +223,23 @@ class ProgramTable:
     dtype: DTypeLike
     layer_groups: Sequence[LayerGroupPrograms]
     transfer_programs: Mapping[Submesh, TransferPrograms]
-    first_draws: FirstDrawPrograms | None  # None where it computes no prompts
-    draws: DrawPrograms | None  # None where it does not decode
-    draft: DraftLayers | None = field(default=None, kw_only=True)  # the model that guesses, where it is loaded
-    drafts: DraftPrograms | None = field(default=None, kw_only=True)  # None where no row draws more than one token
-    forced: ForcedPrograms | None = field(default=None, kw_only=True)  # None where grammars force one token a step
-    turns: MultiStepPrograms | None = field(default=None, kw_only=True)  # None where a step is one turn
+    first_draws: FirstDrawPrograms | None  # None if the worker computes no prompts
+    draws: DrawPrograms | None  # None if the worker does not decode
+    draft: DraftLayers | None = field(default=None, kw_only=True)  # the draft model, if it is loaded
+    drafts: DraftPrograms | None = field(default=None, kw_only=True)  # None if no row samples several tokens
+    forced: ForcedPrograms | None = field(default=None, kw_only=True)  # None: one forced token per step
+    turns: MultiStepPrograms | None = field(default=None, kw_only=True)  # None if a dispatch is a single decode step
 
     @property
     def owned(self) -> list[Program]:
-        """The jitted functions, each with all that it was compiled for."""
-        draft = self.draft if self.drafts is None else None  # else among those
+        """Returns the jitted functions of all owners; each knows what it was compiled for."""
+        draft = self.draft if self.drafts is None else None  # `self.drafts` includes the draft model's programs
         draws = self.first_draws, self.draws, self.drafts, self.forced, self.turns, draft
         owners = *self.layer_groups, *self.transfer_programs.values(), *draws
         return [program for owner in owners if owner is not None for program in owner.programs]
 
     @property
     def shapes(self) -> tuple[StageShape, ...]:
-        """What the other end of a shipment must know."""
         return self.transfers.shapes
 
     @property
@@ -249,7 +250,7 @@ class ProgramTable:
         return TransferTable(self.config, kept, self.transfer_programs)
 
     def steps(self) -> list[DeclaredProgram]:
-        """Every step that the worker may take, layer group by layer group, and what is drawn after it."""
+        """Returns the programs of every step that the worker may run: per layer group, then those that sample."""
         found: list[DeclaredProgram] = []
         if self.first_draws is not None:
             found += [each for tokens in self.config.prefill_buckets for each in self._prefills(tokens)]
@@ -274,19 +275,17 @@ class ProgramTable:
         return [*found, *declared_fills([group.adapters for group in self.layer_groups])]
 
     def departures(self, shapes: Sequence[StageShape], wires: Sequence[str] = ()) -> list[DeclaredProgram]:
-        """See `TransferTable`; wires: those of the config, unless said."""
         return self.transfers.departures(shapes, wires or self.config.wires)
 
     def arrivals(self, shapes: Sequence[StageShape], wires: Sequence[str] = ()) -> list[DeclaredProgram]:
-        """See `TransferTable`."""
         return self.transfers.arrivals(shapes, wires or self.config.wires)
 
     def weight_bytes(self, stage: int) -> int:
-        """Of one device of the group."""
+        """Returns the weight bytes on one device of the layer group."""
         return sum(local_bytes(leaf) for leaf in self.layer_groups[stage].params.leaves)
 
     def pool_bytes(self, stage: int, layers: int | None = None) -> int:
-        """Of one device: the pages of `layers` layers of the layer group (None: all), as the device holds them."""
+        """Returns the page bytes of `layers` layers (None: all) on one device of the layer group, without padding."""
         group = self.layer_groups[stage]
         pages = (self.config.num_pages + 1) * (len(group.kv_layers) if layers is None else layers)
         return pages * self.layout.layer_page_bytes(group.submesh.tp)
@@ -294,7 +293,7 @@ class ProgramTable:
     def _layers(
         self, kind: str, stage: int, size: int, rows: int, program: Program, batch: tuple, scored: int = 0
     ) -> DeclaredProgram:
-        """scored: how many rows the last layer group makes logits of."""
+        """Declares one program of a layer group; scored: rows for which the last layer group computes logits."""
         group = self.layer_groups[stage]
         scored = scored if group.is_last else 0
         windows = tuple({self.model.window(layer) for layer in group.layers})
@@ -326,7 +325,8 @@ class ProgramTable:
         yield from declared_heads(self.config, self.layer_groups[-1], len(self.layer_groups) - 1, tokens, self.dtype)
 
     def _decodes(self, kind: str, width: int, rows: int, tables: int = 0) -> Iterator[DeclaredProgram]:
-        """Of so many rows: one a slot, or more where drafts are verified; and page tables, of slots where not said."""
+        """Declares the decode programs for `rows` rows: one per slot, or several if drafts are verified. tables: number
+        of page tables; 0: one per slot."""
         slots = tables or self.config.stage_slots
         for stage, group in enumerate(self.layer_groups):
             submesh = group.submesh
@@ -340,7 +340,7 @@ class ProgramTable:
 
     @property
     def _row_counts(self) -> list[int]:
-        """Rows that a step may have of each slot."""
+        """Returns the numbers of rows that a step may have per slot."""
         return [1, *(1 + size for size in (self.config.draft_sizes if self.drafts is not None else ()))]
 
     def _verified(self, drafts: DraftPrograms) -> Iterator[DeclaredProgram]:
@@ -352,15 +352,14 @@ class ProgramTable:
         yield from declared_drafts(drafts, self._drawn(slots), rows, self.config)
 
     def _forced(self, forced: ForcedPrograms) -> Iterator[DeclaredProgram]:
-        """With the widest table."""
         slots = self.config.stage_slots
         rows = slots + self.config.forced_tokens
         yield from self._decodes("forced", self.config.table_buckets[-1], rows, rows)
         yield from declared_forced(forced, self._drawn(slots), self._drawn(rows))
 
     def _mixed(self, kind: str, each: int, tables: int, rows: int) -> Iterator[DeclaredProgram]:
-        """So many rows, `each` of one page table, which are the widest, and chunks; their logits are made with the
-        layers."""
+        """Declares the mixed programs: `rows` decode rows, `each` rows per page table, and a packed chunk. The page
+        tables are the widest. The same program computes the logits of the decode rows."""
         config, kind = self.config, kind if each == 1 else f"{kind} {each}"
         of_slots = (tables, config.table_buckets[-1] + config.adapter_columns), (4, rows)
         for tokens in config.prefill_buckets:
@@ -376,7 +375,7 @@ class ProgramTable:
 
 
 def activations(group: LayerGroupPrograms, rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct | None:
-    """That the group before hands on."""
+    """Returns the shape of the activations from the layer group before; None for the first group."""
     return None if group.is_first else whole(group.submesh, (rows, group.config.hidden_size), dtype)
 
 
@@ -389,9 +388,10 @@ def abstract_table(
     dtype: DTypeLike,
     weights: WeightFormat = AS_MADE,
 ) -> ProgramTable:
-    """Of a worker that need not exist; arguments as those of `MeshExecutor`, devices perhaps of a topology."""
+    """Returns the program table of a worker without weights or pages. Arguments are those of `MeshExecutor`; devices
+    may come from a topology description."""
     submeshes, room = submeshes_of(config, len(layers), devices), room_of(config, dtype)
-    outline = abstract_for_platform if room is None else abstract_stage_params  # rows' adapters go layer by layer
+    outline = abstract_for_platform if room is None else abstract_stage_params  # layers with adapters cannot be looped
     groups = [
         LayerGroupPrograms(
             model,
@@ -416,19 +416,19 @@ def abstract_table(
 
 
 def chunk_shapes(config: WorkerConfig, tokens: int) -> list[tuple[int, ...]]:
-    """Of the numbers of a step's packed chunks, see `layer_group.Chunks`."""
+    """Returns the shapes of a step's packed chunks, see `layer_group.Chunks`."""
     sequences = config.max_chunk_seqs
     return [(3 + config.adapter_columns, tokens), (2, sequences + 1), (sequences, config.table_buckets[-1])]
 
 
 def room_of(config: WorkerConfig, dtype: DTypeLike) -> AdapterCapacity | None:
-    """For adapters; None where there are none."""
+    """Returns the capacity for LoRA adapters; None if the worker has none."""
     return room_for(config.max_loras, config.max_lora_rank, jnp.dtype(dtype)) if config.max_loras else None
 
 
 def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device]) -> list[Submesh]:
-    """One submesh a group: stages split the devices evenly, the groups of a prefill worker without stages share them
-    all."""
+    """Returns one submesh per layer group. Stages split the devices evenly. The groups of a prefill worker without
+    stages share all devices."""
     if not config.role.decodes and config.prefill_stages == 1:
         return [Submesh(devices)] * num_groups
     tp = len(devices) // num_groups
@@ -437,28 +437,27 @@ def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device
 
 
 def activation_bytes(model: ModelConfig, dtype: DTypeLike, rows: int, tp: int) -> int:
-    """Four copies of the residual stream in f32, and two of the widest product of a layer."""
+    """Returns a bound of the bytes of activations: four f32 copies of the residual stream and two of a layer's widest
+    product."""
     return rows * (4 * 4 * model.hidden_size + 2 * model.widest_row(tp) * jnp.dtype(dtype).itemsize)
 
 
-# Warm-up: a machine's declared programs, each run once over null pages and zeros; see `programs.py`.
+# Warm-up runs each declared program once on null pages and zeros.
 #
-# A program that is only compiled ahead of time would be compiled again by its first call, so each is called: idle
-# slots and null chunks write nothing but the null page.
+# The first call of a program that was only compiled ahead of time would compile it again, so each is called. Idle slots
+# and null chunks write only to the null page.
 
 Progress = Callable[[str, int, int], None]
 
 
 def null_batch(declared: DeclaredProgram) -> tuple[Any, ...]:
-    """Zeros for what the layer group does not hold, where the program expects them."""
+    """Returns zeros for the arguments that the layer group does not hold, placed on the devices."""
     return jax.tree.map(_zeros, declared.batch)
 
 
 def run_null(group: LayerGroup | LoadedRing, declared: DeclaredProgram, batch: tuple[Any, ...]) -> Any:
-    """Calls it for the weights and pools of the layer group that it runs on; the result says when it is done.
-
-    The batch may be donated: each call needs one of its own.
-    """
+    """Calls a program with the weights and pools of its layer group; the results become ready when it ends. The batch
+    may be donated, so each call needs its own."""
     first = declared.layers.start - group.kv_layers.start
     held = slice(0, 1) if group.joined else slice(first, first + len(declared.layers))
     weights = [] if declared.weights is None else [group.params.leaves]

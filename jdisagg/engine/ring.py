@@ -1,10 +1,10 @@
-"""Decode as a ring: one program over ("pp", "tp") that takes several turns of every slot, and draws on the devices.
+"""Decode ring: one program over ("pp", "tp") that runs several decode steps of every slot and samples on the devices.
 
-The slots are split into as many microbatches as stages. At each *tick* every stage steps one of them, activations hop
-to the next stage by `ppermute`, and what leaves the last stage is drawn and enters the first one at the next tick:
-after the first pp - 1 ticks no stage stands still. A dispatch of n turns is n * pp + pp - 1 ticks; it ends with nothing
-under way, so that between two of them pages, slots and admissions are as with any other step, at the price of pp - 1
-ticks each. Layers, attention and drawing are those of `stages` (`layer_group.py`, `decode.py`).
+The slots are split into as many microbatches as stages. At each tick every stage steps one of them and activations move
+to the next stage by `ppermute`. The last stage's output is sampled and enters the first stage at the next tick: after
+the first pp - 1 ticks no stage is idle. A dispatch of n steps takes n * pp + pp - 1 ticks. It ends with no microbatch
+in flight, so pages, slots and admissions are handled between two dispatches as with any other step, at the price of pp
+- 1 ticks each. Layers, attention and sampling are those of pipeline stages (`layer_group.py`, `decode.py`).
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from pallas_kernels.wire_format import Pool
 
 
 class Carry(NamedTuple):
-    """From tick to tick, on one device."""
+    """The loop's state between two ticks, on one device."""
 
     pools: list[Pool]
-    x: Array  # [B, hidden]: what this stage is about to take
+    x: Array  # [B, hidden]: the next input of this stage
     state: Array  # i32[4, pp, B]
     left: Array  # i32[pp, B]
     tokens: Array  # i32[most, pp, B]
     output: Array | None  # i32[pp, B, V]
     logprobs: tuple[Array, ...]  # [most, pp, B, ...] each
-    load: Array | None  # i32[sparse places, experts]
+    load: Array | None  # i32[layer positions with experts, experts]
 
 
 class RingPrograms:
-    """The programs of a ring, whether or not weights and pages exist."""
+    """The programs of a ring; weights and pages may be shapes."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RingPrograms:
         most_turns: int,
         room: AdapterCapacity | None = None,
     ) -> None:
-        """room: for adapters of rows; None where rows have none."""
+        """Builds the programs; room: capacity for LoRA adapters; None: rows have no adapters."""
         assert num_slots % ring.pp == 0, (num_slots, ring.pp)
         self.model, self.cut, self.ring = model, cut, ring
         adapted = None if room is None else ring_with_room(params, model, cut, room, ring)
@@ -100,7 +100,7 @@ class RingPrograms:
         turns = partial(self._turns, kind)
         return self.ring.program(turns, specs, results, (1,), formats, as_stored=self.params.in_f32)
 
-    # ------------------------------------------------------------ what one device runs
+    # ------------------------------------------------------------ code of one device
 
     def _turns(self, kind: str, leaves: list[Array], pools: list[Pool], slots: Slots) -> tuple[Any, ...]:
         pp, stage = self.ring.pp, self.params.merge(leaves)
@@ -112,7 +112,7 @@ class RingPrograms:
         return end.pools, *loads, self._drawn(end)
 
     def _split(self, slots: Slots) -> Slots:
-        """By microbatch."""
+        """Reshapes the inputs of all slots to one leading axis per microbatch."""
         shape, metadata = (self.ring.pp, self.rows), slots.metadata
         counts = slots.counts
         return Slots(
@@ -149,7 +149,7 @@ class RingPrograms:
         return Drawn(flat(end.tokens), logprobs, output, flat(end.state))  # pyright: ignore[reportArgumentType]
 
     def _tick(self, kind: str, stage: Stage, slots: Slots, t: Array, carry: Carry) -> Carry:
-        """Every stage steps the microbatch that is at it; the one that leaves the last is drawn."""
+        """Steps on every stage the microbatch that is at it, and samples the one that leaves the last stage."""
         pp, here = self.ring.pp, jax.lax.axis_index(RING)
         x = jnp.where(here == 0, stage.embed_tokens(_at(carry.state, t % pp, 1)[TOKEN]), carry.x)
         pools, x, load = self._layers(stage, slots, t, carry, x)
@@ -161,7 +161,7 @@ class RingPrograms:
     def _layers(
         self, stage: Stage, slots: Slots, t: Array, carry: Carry, x: Array
     ) -> tuple[list[Pool], Array, Array | None]:
-        """This stage's layers, for its microbatch of this tick; where there is none, nothing is kept."""
+        """Runs this stage's layers for its microbatch of this tick; without a microbatch all results are discarded."""
         pp, here = self.ring.pp, jax.lax.axis_index(RING)
         mine, age = (t - here) % pp, t - here
         state = _at(carry.state, mine, 1)
@@ -178,7 +178,7 @@ class RingPrograms:
         return layers.pools, x, load
 
     def _draw(self, kind: str, slots: Slots, t: Array, carry: Carry, logits: Array) -> Carry:
-        """Draws for the microbatch that has left the last stage; nothing in the ticks before the first one has."""
+        """Samples the microbatch that has left the last stage; the first pp - 1 ticks sample none."""
         pp = self.ring.pp
         m, turn = (t + 1) % pp, jnp.maximum((t - (pp - 1)) // pp, 0)
         state, left = _at(carry.state, m, 1), _at(carry.left, m)
@@ -205,7 +205,7 @@ class RingPrograms:
 
 
 def with_row_set(counts: Counts, slot: Array, prompt: Array, output: Array) -> tuple[Counts, Array]:
-    """`with_row`; the second result only says that it is done."""
+    """Returns `with_row`; the second result becomes ready when that is done."""
     return with_row(counts, slot, prompt, output), slot[None]
 
 
@@ -218,18 +218,17 @@ def _put(array: Array, new: Array, index: Array, axis: int = 0) -> Array:
 
 
 def _put_at(array: Array, new: Array, turn: Array, index: Array) -> Array:
-    """Of [most, pp, ...]."""
+    """Writes `new` at [turn, index] of an array [most, pp, ...]."""
     return jax.lax.dynamic_update_slice(array, new[None, None], (turn, index, *[0] * (array.ndim - 2)))
 
 
-# Runs a ring's steps: the host's part of `ring.py`. A dispatch holds the rows of all slots, of one turn or
-# several.
+# The host's part of a ring: a dispatch holds the rows of all slots, for one step or several.
 
 
 class LoadedRing(RingPrograms):
-    """A ring that runs: its weights are loaded and its pages allocated."""
+    """A ring with loaded weights and allocated pages."""
 
-    joined = False  # each place has a pool
+    joined = False  # each layer position has a pool
 
     def __init__(
         self,
@@ -255,9 +254,9 @@ class LoadedRing(RingPrograms):
 
 
 class RingStage:
-    """One stage of a ring as shipments and figures see it: its layers, its submesh, its pages."""
+    """One stage of a ring for transfers and reports: its layers, its submesh, its pages."""
 
-    programs: tuple[Program, ...] = ()  # those of the ring are not its own
+    programs: tuple[Program, ...] = ()  # the programs belong to the ring
     joined = False
 
     def __init__(self, ring: LoadedRing, stage: int) -> None:
@@ -272,7 +271,7 @@ class RingStage:
         self._ring, self._stage = ring.ring, stage
 
     def load_leaves(self, loads: list[Array]) -> None:
-        """Counts of all stages, of which this process may hold this one's."""
+        """Records expert loads from the counts of all stages, if this process holds this stage's shard."""
         for each in loads if self.sparse and self.submesh.local_devices else ():
             here = self.submesh.local_devices[0]
             self.load.leaves([shard.data for shard in each.addressable_shards if shard.device == here])
@@ -280,18 +279,18 @@ class RingStage:
 
 @dataclass(frozen=True)
 class _Share:
-    """A stage's part of the ring's weights."""
+    """The weights of one stage, as its share of the ring's bytes."""
 
     num_bytes: int
     leaves: tuple[Any, ...] = ()
 
 
 class RingRunner:
-    """One ring's slots, and its steps."""
+    """Runs the steps of one ring and owns its slots."""
 
-    prefiller = None  # it computes no prompts
-    draft, programs = None, dict[str, Any]()  # a row's turns are its own, in the ring's program
-    decoder = None  # what draws is part of the ring's program
+    prefiller = None  # a ring computes no prompts
+    draft, programs = None, dict[str, Any]()  # several steps are part of the ring's program
+    decoder = None  # sampling is part of the ring's program
 
     def __init__(
         self,
@@ -307,16 +306,16 @@ class RingRunner:
         self._widths = SentWidths(config.num_slots, ring.ring.put)
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
-        """See `executor.Executor.run`."""
+        """Dispatches a step, see `executor.Executor.run`."""
         rows = plan.decode
         assert rows is not None and plan.prefill is None and not rows.gates, "a ring decodes, and waits at no gate"
         self.slots.send_changes(rows, self.ring.steer, self.ring.set_row)
-        asked, allowed = self.slots.asked(rows.active), self.slots.allowed(rows.active)
+        sampling, allowed = self.slots.batch_sampling(rows.active), self.slots.allowed(rows.active)
         if self.adapters is not None:
-            self.adapters.here(asked.each)
+            self.adapters.load(sampling.each)
             self.slots.find_adapters(self.adapters, rows.active)
-        kind = SCORED if asked.scored else DRAWN
-        kind = PLAIN if kind == DRAWN and allowed is None and asked.plain else kind
+        kind = SCORED if sampling.scored else DRAWN
+        kind = PLAIN if kind == DRAWN and allowed is None and sampling.plain else kind
         drawn = self.ring.dispatch(kind, self._slots(rows, kind, allowed))
         self.slots.state = drawn.state
         if drawn.output is not None:
@@ -324,7 +323,7 @@ class RingRunner:
         for array in (drawn.tokens, *(drawn.logprobs or ())):
             array.copy_to_host_async()
         counts = tuple((stage.load, stage.load.taken()) for stage in self.ring.stages if stage.sparse)
-        return PendingMultiStep(plan.step_id, rows, drawn, asked.wanted, counts)
+        return PendingMultiStep(plan.step_id, rows, drawn, sampling.wanted, counts)
 
     def _slots(self, rows: DecodeRows, kind: str, allowed: Array | None) -> Slots:
         table, batch = self.slots.table_on(self.ring.ring, rows.table_pages), self.slots

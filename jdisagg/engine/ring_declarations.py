@@ -1,4 +1,4 @@
-"""A ring's programs, declared; see `programs.py`, whose table of shipments is every worker's."""
+"""Declared programs of a decode ring; see `programs.py`, whose table of transfers all workers share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from jdisagg.parallel.submesh import Device, Program, RingMesh
 
 @dataclass(frozen=True)
 class RingTable(ProgramTable):
-    """`layer_groups` are the ring's stages, which have no steps of their own; stage `num_stages` is the ring itself."""
+    """The program table of a ring. `layer_groups` are the ring's stages, which have no steps of their own; stage
+    `num_stages` is the ring itself."""
 
     ring: RingPrograms | None = None
 
@@ -47,11 +48,11 @@ class RingTable(ProgramTable):
         return [*turns, *self._changes(), *([] if adapters is None else [adapters.declared(self._ring.ring.pp)])]
 
     def weight_bytes(self, stage: int) -> int:
-        """Of one device: every one holds as much."""
+        """Returns the weight bytes on one device; all devices hold the same."""
         return sum(local_bytes(leaf) for leaf in self._ring.params.leaves)
 
     def pool_bytes(self, stage: int, layers: int | None = None) -> int:
-        """As of any stage; without `layers` those of all places, padding among them."""
+        """Returns the page bytes of `layers` layers on one device; None: of all layer positions, padding included."""
         return super().pool_bytes(stage, len(self._ring.cut.numbers) if layers is None else layers)
 
     def _turns(self, kind: str, program: Program, width: int) -> DeclaredProgram:
@@ -79,11 +80,12 @@ class RingTable(ProgramTable):
         )
 
     def _kept_bytes(self, kind: str) -> int:
-        """Of counts, twice over."""
+        """Returns the bytes of token counts in the loop state, which exists twice."""
         return 0 if kind == PLAIN else 4 * self.config.num_slots * self.model.vocab_size * 5
 
     def _collectives(self) -> dict[str, int]:
-        """Of one tick: sums of the layers, of the embedding and of what leaves; the vocabulary's gather; the hop."""
+        """Returns the collectives of one tick: sums of the layers, of the embedding and of the last stage's output, the
+        gather of logits, and the hop."""
         ring = self._ring
         sums = ring.params.num_reductions if ring.ring.tp > 1 else 0
         return {"all-reduce": sums + 2, "all-gather": 1, "collective-permute": 1}
@@ -127,15 +129,15 @@ class RingTable(ProgramTable):
 
 
 def ticks(config: WorkerConfig) -> int:
-    """Of a dispatch of as many turns as a worker's may be."""
+    """Returns the ticks of a dispatch of the most steps that the worker allows."""
     return config.decode.steps_per_dispatch * config.decode.n + config.decode.n - 1
 
 
 class AbstractStage:
-    """A stage of a ring that need not exist."""
+    """A stage of a ring with shapes instead of weights and pages."""
 
     programs: tuple[Program, ...] = ()
-    joined = False  # each place has a pool
+    joined = False  # each layer position has a pool
 
     def __init__(self, cut: RingCut, ring: RingMesh, stage: int) -> None:
         self.layers = self.kv_layers = cut.runs[stage]
@@ -150,7 +152,7 @@ def abstract_ring_table(
     dtype: DTypeLike,
     weights: WeightFormat = AS_MADE,
 ) -> RingTable:
-    """As `abstract_table`, of a ring."""
+    """Returns the program table of a ring without weights or pages, see `abstract_table`."""
     ring, cut = RingMesh(devices, config.decode.n), ring_cut(model, config.decode.n)
     params = ring_outline(model, cut, ring, dtype, weights).params
     sizes = config.num_slots, config.decode.steps_per_dispatch, room_of(config, dtype)

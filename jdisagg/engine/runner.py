@@ -1,7 +1,7 @@
-"""Runs steps: the rows of one microbatch, packed chunks, or both, through every layer group, and draws what follows.
+"""Runs steps: the rows of one microbatch, packed chunks, or both, through every layer group, then samples.
 
-A step is dispatched group by group. What its rows and chunks read and write is in `attention.py`, what is drawn in
-`decode.py` and `prefill.py`; one with gates waits between two groups (`gates.py`).
+A step is dispatched group by group. `attention.py` describes which pages its rows and chunks read and write.
+`decode.py` and `prefill.py` sample. A step with KV waits may pause between two groups.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ from jdisagg.engine.spec.forced import ForcingDecoder
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Submesh
 
-# Steps that wait between two stages for KV that is still on its way.
+# Steps that wait between two stages for KV in transfer.
 #
-# A step is dispatched stage by stage. One with gates goes as far as its KV is in, and the rest follows from the
-# call that brings the last part it waits for, or that opens its gates for good. Steps of other microbatches
-# overtake it: they share nothing with it but the KV pools, and there no page.
+# A step is dispatched stage by stage. A step with KV waits (gates) runs as far as its KV has arrived. The rest is
+# dispatched by the call that inserts the last awaited chunk, or by the call that cancels the waits. Steps of other
+# microbatches may overtake it: they share only the KV pools with it, and no page.
 
 T = TypeVar("T")
-StagedStep = Generator[
-    int, None, T
-]  # yields each stage's number before it dispatches it; returns what comes of the step
+StagedStep = Generator[int, None, T]  # yields each stage's number before dispatching it; returns the step's result
 
 
 def dispatched(stages: StagedStep[T]) -> T:
-    """All stages of a step that waits for nothing."""
+    """Dispatches all stages of a step without KV waits and returns its result."""
     while True:
         try:
             next(stages)
@@ -57,12 +55,12 @@ def dispatched(stages: StagedStep[T]) -> T:
 
 
 class HeldStep:
-    """A step with gates; see `executor.PendingStep`."""
+    """A step with KV waits; see `executor.PendingStep`."""
 
     def __init__(self, gates: Sequence[Gate], stages: StagedStep[PendingStep]) -> None:
         self._gates = {gate.stage: (gate.attempt, set(gate.parts)) for gate in gates}
         self._stages = stages
-        self._stage = next(stages)  # that is not dispatched yet
+        self._stage = next(stages)  # the next stage to dispatch
         self._result: Future[PendingStep] = Future()
 
     def waits_for(self, attempt: Attempt) -> bool:
@@ -76,7 +74,7 @@ class HeldStep:
         self._gates.clear()
 
     def advance(self) -> bool:
-        """Dispatches the stages whose parts are in; whether that was all."""
+        """Dispatches the stages whose KV has arrived; returns True if that was the last stage."""
         while self._stage not in self._gates or not self._gates[self._stage][1]:
             try:
                 self._stage = next(self._stages)
@@ -97,13 +95,14 @@ class HeldStep:
 
 
 class Gates:
-    """All steps of one executor that wait."""
+    """The steps of one executor that wait for KV."""
 
     def __init__(self) -> None:
         self._held: list[HeldStep] = []
 
     def run(self, gates: Sequence[Gate], stages: StagedStep[PendingStep]) -> PendingStep:
-        """Dispatches what may run. What a stage raises is raised here, or by `read` where it ran later."""
+        """Dispatches the stages that may run. An error of a stage is raised here, or by `read` if the stage ran
+        later."""
         if not gates:
             return dispatched(stages)
         held = HeldStep(gates, stages)
@@ -112,7 +111,7 @@ class Gates:
         return held
 
     def inserted(self, transfer: KVTransfer) -> None:
-        """The part is in its pages."""
+        """Records that the transfer's chunk is in its pages, and dispatches the steps that waited for it."""
         for held in self._of(transfer.attempt):
             held.inserted(transfer.part)
             self._pump(held)
@@ -137,12 +136,12 @@ class Gates:
 
 @dataclass(frozen=True)
 class Pending:
-    """A step on its way; see `executor.PendingStep`."""
+    """A dispatched step; see `executor.PendingStep`."""
 
     step_id: int
     rows: Drawing | None
     chunks: PendingChunks | None
-    counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ()  # of experts, by the programs up to this step
+    counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ()  # tokens per expert, of the programs up to this step
 
     def read(self) -> StepDone:
         decode = self.rows.read() if self.rows else ()
@@ -155,7 +154,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class Slots:
-    """A step's decode rows: the plan, and the microbatch that it steps."""
+    """The decode rows of a step: the plan and the microbatch."""
 
     plan: DecodeRows
     batch: Microbatch
@@ -163,7 +162,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A step's chunks: the plan, packed, and where the layer groups find it."""
+    """The chunks of a step: the plan, the packed arrays, and their copies on each submesh."""
 
     plan: PrefillChunks
     packed: Packed
@@ -171,7 +170,7 @@ class Prompts:
 
 
 class Runner:
-    """One worker's layer groups, its slots, and what it keeps of prompts between chunks."""
+    """Runs the steps of one worker: owns its slots and the state kept between the chunks of prompts."""
 
     def __init__(
         self,
@@ -182,7 +181,7 @@ class Runner:
         adapters: AdapterSlots | None = None,
         draft: DraftLayers | None = None,
     ) -> None:
-        """draft: of the model that guesses, where there is one."""
+        """Makes the decoder and the prefiller of the role; draft: the draft model, if there is one."""
         self.layer_groups, self.config, self.adapters = layer_groups, config, adapters
         parts = layer_groups, config, vocab_size, grammars
         self.prefiller = Prefiller(*parts) if config.computes_prompts else None
@@ -198,45 +197,45 @@ class Runner:
 
     @property
     def programs(self) -> dict[str, Any]:
-        """Those of steps whose rows may draw several tokens, as fields of a `ProgramTable`."""
+        """Returns the programs of steps whose rows may sample several tokens, as fields of a `ProgramTable`."""
         return {"drafts": self.drafts, "forced": self.forced, "turns": self.turns}
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
-        """See `executor.Executor.run`."""
+        """Dispatches a step, see `executor.Executor.run`."""
         if plan.decode is not None and self.joint is not None:
-            return self._go_round(plan.step_id, plan.decode, self.joint)
+            return self._run_pipelined(plan.step_id, plan.decode, self.joint)
         if plan.decode is not None and plan.decode.turns:
-            return self._take_turns(plan)
+            return self._run_multi_step(plan)
         return self.gates.run(plan.decode.gates if plan.decode else (), self._stages(plan, group_done))
 
-    def _take_turns(self, plan: StepPlan) -> PendingMultiStep:
+    def _run_multi_step(self, plan: StepPlan) -> PendingMultiStep:
         assert plan.prefill is None and plan.decode and not plan.decode.gates, "turns hold rows alone, wait at no gate"
-        slots, _ = self._begun(plan.decode, None)
+        slots, _ = self._begin(plan.decode, None)
         assert slots is not None and self.turns is not None, f"{self.config.worker} takes single steps"
         pending = self.turns.run(plan.step_id, plan.decode, slots.batch)
         if isinstance(self.decoder, DraftingDecoder):
             self.decoder.took_turns(slots.batch, pending.drawn.tokens.addressable_data(0))
         return pending
 
-    def _go_round(self, step_id: int, rows: DecodeRows, joint: PipelinedMultiStep) -> PendingPipelinedMultiStep:
+    def _run_pipelined(self, step_id: int, rows: DecodeRows, joint: PipelinedMultiStep) -> PendingPipelinedMultiStep:
         drawn = list[Drawing]()
         for step in joint.of(rows):
-            slots, _ = self._begun(step, None)
+            slots, _ = self._begin(step, None)
             assert slots is not None and self.decoder is not None, f"{self.config.worker} does not decode"
-            if step.active:  # else it only says who has left
+            if step.active:  # else the step only retires slots
                 drawn.append(self.decoder.finish(slots.batch, step, self._logits(slots)))
         return PendingPipelinedMultiStep(step_id, rows, drawn, self._counts())
 
     def _logits(self, slots: Slots) -> Array:
-        """Of rows alone, on the device that draws."""
+        """Returns the logits of decode rows alone, on the device that samples."""
         x: Any = None
         for group in self.layer_groups:
             x = self.through(group, slots, None, x)
         return self.layer_groups[-1].submesh.first_copy(x)
 
     def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> StagedStep[Pending]:
-        """The step, layer group by layer group; a decode worker's are its stages (see `gates.py`)."""
-        slots, prompts, x = *self._begun(plan.decode, plan.prefill), None
+        """Dispatches the step layer group by layer group; the groups of a decode worker are its stages."""
+        slots, prompts, x = *self._begin(plan.decode, plan.prefill), None
         for stage, group in enumerate(self.layer_groups):
             yield stage
             if x is not None and group_done is not None:
@@ -245,18 +244,18 @@ class Runner:
         return self._finish(plan, slots, prompts, x)
 
     def activations(self, rows: DecodeRows | None, chunks: PrefillChunks | None) -> Any:
-        """What the last layer group makes of a step; nothing is drawn."""
-        slots, prompts, x = *self._begun(rows, chunks), None
+        """Returns the last layer group's result for a step, without sampling."""
+        slots, prompts, x = *self._begin(rows, chunks), None
         for group in self.layer_groups:
             x = self.through(group, slots, prompts, x)
         return x
 
-    def _begun(self, rows: DecodeRows | None, chunks: PrefillChunks | None) -> tuple[Slots | None, Prompts | None]:
-        """Both as the step finds them, and their adapters there."""
+    def _begin(self, rows: DecodeRows | None, chunks: PrefillChunks | None) -> tuple[Slots | None, Prompts | None]:
+        """Returns the step's rows and chunks with their host changes sent and their adapters loaded."""
         slots = self.slots(rows)
         if self.adapters is not None:
-            asked = slots.batch.asked(slots.plan.active).each if slots else []
-            self.adapters.here([*asked, *(chunk.sampling for chunk in (chunks.chunks if chunks else ()))])
+            sampling = slots.batch.batch_sampling(slots.plan.active).each if slots else []
+            self.adapters.load([*sampling, *(chunk.sampling for chunk in (chunks.chunks if chunks else ()))])
             if slots is not None:
                 slots.batch.find_adapters(self.adapters, slots.plan.active)
         return slots, self.prompts(chunks)
@@ -275,13 +274,14 @@ class Runner:
         return Prompts(chunks, packed, self.prefiller.spread(packed))
 
     def through(self, group: LayerGroup, slots: Slots | None, prompts: Prompts | None, x: Array | None) -> Any:
-        """Activations of the group before (None at the first) -> those after this one, or what the last one makes."""
+        """Runs one group: activations of the group before (None at the first) -> those after this one, or the last's
+        results."""
         x = x if x is None else group.submesh.transfer(x)
         if slots is None:
             assert prompts is not None, "a step holds something"
             return group.prefill(prompts.on[group.submesh], x)
         assert self.decoder is not None
-        run: Any = group  # one with a head takes besides what its decoder carries
+        run: Any = group  # a group with a draft head takes further inputs from its decoder
         inputs = self.decoder.inputs(group, slots.batch, slots.plan.table_pages)
         if prompts is None:
             return run.decode(*inputs, x)
@@ -298,7 +298,7 @@ class Runner:
             assert self.prefiller is not None
             logits = None if out.chunk_logits is None else out.chunk_logits.addressable_data(0)
             chunks = self.prefiller.finish(prompts.plan, prompts.packed, out.chunks, logits)
-            if self.draft is not None and self.draft.kept:  # last, so that no first token waits for it
+            if self.draft is not None and self.draft.kept:  # after sampling, so that no first token waits for it
                 self.draft.read(prompts.packed, prompts.on.get(self.draft.submesh))
         return Pending(plan.step_id, rows, chunks, self._counts() if draws(rows, chunks) else ())
 
@@ -318,16 +318,17 @@ def _drafting(
 
 
 def draws(rows: Drawing | None, chunks: PendingChunks | None) -> bool:
-    """Whether reading the step waits for what its programs make."""
+    """Returns True if the step samples tokens, so that reading it waits for its programs."""
     return rows is not None or (chunks is not None and chunks.tokens is not None)
 
 
-# The order in which a compiled program multiplies and sends, read off its text (`core/schedule.py`).
+# Reads the schedule of a compiled program from its text: the order of its products and collectives
+# (`core/schedule.py`).
 #
-# A TPU's collective may be spread as a chain over fusions that multiply meanwhile, its first and last step among
-# them. A product counts the operands it reads, cut out of their stacks, and its result; other instructions count
-# what they write. Of kernels nothing is known: they count as no time at all, so that nothing is taken to hide
-# behind them.
+# A TPU collective may be spread as a chain over fusions that compute products meanwhile; the chain's first and last
+# step are among them. A product counts the operands that it reads, sliced from their stacks, and its result. Other
+# instructions count the bytes that they write. The cost of kernels is unknown and counts as zero, so that no transfer
+# is taken to be hidden by them.
 
 PRODUCTS = ("dot", "convolution")
 NAMES_ONLY = frozenset(("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"))
@@ -336,7 +337,7 @@ Event = Work | Start | End | Turns
 
 
 def read_schedule(module: Module) -> Events:
-    """Of a compiled program, whose text is scheduled."""
+    """Returns the events of a compiled program; its text must be scheduled."""
     return tuple(_events(module, module.entry, depth=0))
 
 
@@ -361,7 +362,7 @@ def _events(module: Module, name: str, *, depth: int) -> Iterator[Event]:
 
 @dataclass
 class _Reader:
-    """Of one computation."""
+    """Reads the events of one computation."""
 
     module: Module
     shapes: dict[str, str]
@@ -369,7 +370,7 @@ class _Reader:
     started: set[str] = field(default_factory=set)
 
     def whole(self, each: Instruction) -> Iterator[Event]:
-        """An instruction that is no step of a chain: what it sends, and what it does beside that."""
+        """Yields the events of an instruction that is not a step of a chain: its collectives and its work."""
         sent = list(_sent(self.module, each, depth=self.depth))
         names = [each.name if number == 0 else f"{each.name}/{number}" for number in range(len(sent))]
         yield from map(Start, names, sent)
@@ -381,7 +382,7 @@ class _Reader:
         yield from map(End, names)
 
     def step_of_chain(self, each: Instruction, chain: str, left: list[str]) -> Iterator[Event]:
-        """`left`: of each chain one for each step that is not read yet."""
+        """Yields the events of one step of a chain. `left`: one entry per chain for each of its steps not read yet."""
         if chain not in self.started:
             self.started.add(chain)
             yield Start(chain, next(_sent(self.module, each, depth=self.depth)))
@@ -392,7 +393,7 @@ class _Reader:
 
 
 def _sent(module: Module, each: Instruction, *, depth: int) -> Iterator[Collective]:
-    """By it, or by what it runs: a collective on cores of its own, or one within a fusion."""
+    """Yields the collectives of an instruction or of the computations that it runs."""
     own = collective_of(each, depth=depth)
     if own is not None:
         yield own
@@ -408,11 +409,11 @@ def _work(module: Module, each: Instruction, shapes: dict[str, str]) -> Work:
 
 
 def _products(module: Module, each: Instruction, shapes: dict[str, str]) -> Iterator[Work]:
-    """Its own or those fused into it, without their results."""
+    """Yields the products of an instruction or those fused into it, without their results."""
     if each.opcode in PRODUCTS:
         (_, left), (dtype, right) = (arrays(shapes[operand])[0] for operand in each.operands[:2])
         (_, result), *_ = arrays(each.shape)
-        # The sides of the three arrays are rows, columns and what is summed, each of them in two arrays.
+        # The dimensions are rows, columns and the contracted one; each is in two of the three arrays.
         summed = round((prod(left) * prod(right) / max(prod(result), 1)) ** 0.5)
         yield Work(bytes_of(dtype, left) + bytes_of(dtype, right), 0.0, 2.0 * prod(result) * summed)
         return

@@ -1,17 +1,17 @@
-"""Drawing tokens on the device: pure functions over logits f32[B, V] and each slot's metadata.
+"""Sampling on the device: pure functions of logits f32[B, V] and each slot's metadata.
 
-Two ways to a token. `pick_greedy` is the argmax alone. `pick` does everything, in vLLM's order: penalties, logit bias,
-stop tokens held back until `min_tokens`, temperature, min-p, top-k, top-p, then a draw by the inverse of the cumulated
-weights at one uniform number. That number is a function of the request's seed and the token's position in its
-sequence, so a draw does not know what else is in the batch, nor in which slot it runs.
+`pick_greedy` is the argmax alone. `pick` applies all parameters in vLLM's order: penalties, logit bias, stop tokens
+masked until `min_tokens`, temperature, min-p, top-k, top-p. It then samples by inverting the cumulated weights at one
+uniform number. That number is a function of the request's seed and the token's position in its sequence, so a sample
+depends neither on the other rows of the batch nor on the slot.
 
-Nothing is sorted. Keeping the k largest, or the smallest set that holds mass p, is keeping all weights from some
-threshold up; both "how many are at least t" and "how much mass is at least t" only fall as t rises, so the threshold is
-found by bisection. Weights lie in [0, 1], where the order of f32 is that of its bits read as integers, so 30 halvings
-of the integers find the exact threshold: the result is the sort-based one, with equal weights at the border all kept.
+There is no sort. Keeping the k largest weights, or the smallest set with mass p, is keeping all weights above a
+threshold. The number of weights that are at least t, and their mass, only fall as t rises, so bisection finds the
+threshold. Weights are in [0, 1], where f32 values have the order of their bits read as integers. Thirty halvings of the
+integers find the exact threshold: the result is that of a sort, with all equal weights at the border kept.
 
-Weights are held as [B, ROWS, columns] and summed row by row, which XLA's CPU backend vectorises: a bisection over
-8 x 8192 takes 0.25 ms so, and 0.8 to 1.1 ms with a plain sum over either dimension.
+Weights are stored as [B, ROWS, columns] and summed row by row, which XLA's CPU backend vectorises: a bisection over 8 x
+8192 takes 0.25 ms this way, and 0.8 to 1.1 ms with a plain sum over either dimension.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.core.events import Sampled
-from jdisagg.core.request import BROKEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from jdisagg.core.request import BROKEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, Sampled, SamplingParams
 from jdisagg.core.steps import DecodeRows, History
 
 NUM_TOP = MAX_LOGPROBS
 NEVER = -jnp.inf
-ROWS = 8  # tokens a column of the weights
+ROWS = 8  # tokens per column of the weights
 ONE = 0x3F800000  # the bits of 1.0, the largest weight
-COLDEST = 1e-6  # temperatures between 0 and this are this: logits divided by less leave f32
+COLDEST = 1e-6  # lower bound of temperatures above 0: logits divided by less would overflow f32
 
 
 class SamplingMetadata(NamedTuple):
-    """What B slots asked for, packed in two host-made arrays so that an admission costs two small transfers."""
+    """The sampling parameters of B slots, packed in two host arrays so that an admission costs two small transfers."""
 
     ints: Array  # i32[B, INT_COLUMNS]
     floats: Array  # f32[B, FLOAT_COLUMNS]
@@ -55,27 +54,23 @@ FLOAT_COLUMNS = BIASES + MAX_LOGIT_BIAS
 
 
 class Counts(NamedTuple):
-    """What penalties look at."""
+    """The token counts that penalties use."""
 
-    prompt: Array  # bool[B, V]: in the prompt
-    output: Array  # i32[B, V]: times in the output
+    prompt: Array  # bool[B, V]: True if the prompt has the token
+    output: Array  # i32[B, V]: occurrences in the output
 
 
 def pick_greedy(logits: Array) -> Array:
-    """f32[B, V] -> i32[B], the first of the largest, in two plain reductions: less than argmax costs on the CPU.
-
-    BROKEN where the largest is no number: one NaN makes it NaN.
-    """
+    """Returns i32[B]: the first largest of f32[B, V], in two plain reductions, which cost less than argmax on a CPU.
+    BROKEN if the largest is not finite: one NaN makes it NaN."""
     largest = jnp.max(logits, axis=-1, keepdims=True)
     first = jnp.min(jnp.where(logits == largest, jnp.arange(logits.shape[1])[None, :], logits.shape[1]), axis=-1)
     return jnp.where(jnp.isfinite(largest[:, 0]), first, BROKEN).astype(jnp.int32)
 
 
 def pick(logits: Array, metadata: SamplingMetadata, counts: Counts | None, positions: Array) -> Array:
-    """One token a slot, i32[B]; `positions` i32[B] are the drawn tokens' own places in their sequences.
-
-    counts: None where penalties are in the logits. BROKEN as in `pick_greedy`.
-    """
+    """Samples one token per slot, i32[B]; `positions` i32[B] are the sampled tokens' positions in their sequences.
+    counts: None if penalties are applied already. BROKEN as in `pick_greedy`."""
     logits = biased(logits if counts is None else penalised(logits, metadata, counts), metadata)
     logits = without_stops(logits, metadata, positions)
     temperature = metadata.floats[:, TEMPERATURE]
@@ -86,10 +81,8 @@ def pick(logits: Array, metadata: SamplingMetadata, counts: Counts | None, posit
 
 
 def weights_of(logits: Array, temperature: Array) -> Array:
-    """The softmax at f32[B] temperatures, up to a factor: f32[B, ROWS, columns] in [0, 1], zeros behind the vocabulary.
-
-    Token r * columns + c is at row r, column c.
-    """
+    """Returns the softmax at temperatures f32[B], up to a factor: f32[B, ROWS, columns] in [0, 1], zero behind the
+    vocabulary. Token r * columns + c is at row r, column c."""
     scaled = logits / jnp.where(temperature == 0.0, 1.0, jnp.maximum(temperature, COLDEST))[:, None]
     weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
     weights = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % ROWS)))
@@ -97,17 +90,18 @@ def weights_of(logits: Array, temperature: Array) -> Array:
 
 
 def total(values: Array) -> Array:
-    """[B, ROWS, columns] -> [B]."""
+    """Sums [B, ROWS, columns] to [B]."""
     return jnp.sum(column_sums(values), axis=1)
 
 
 def column_sums(values: Array) -> Array:
-    """[B, ROWS, columns] -> [B, columns], in plain additions."""
+    """Sums [B, ROWS, columns] to [B, columns], in plain additions."""
     return reduce(add, (values[:, row] for row in range(ROWS)))
 
 
 def penalised(logits: Array, metadata: SamplingMetadata, counts: Counts) -> Array:
-    """Repetition (Keskar et al. 2019, section 4.1) over prompt and output; presence and frequency over output."""
+    """Applies the repetition penalty (Keskar et al. 2019, section 4.1) over prompt and output, presence and frequency
+    over output."""
     repetition, presence, frequency = (metadata.floats[:, c, None] for c in (REPETITION, PRESENCE, FREQUENCY))
     drawn = counts.output > 0
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -124,7 +118,7 @@ def biased(logits: Array, metadata: SamplingMetadata) -> Array:
 
 
 def without_stops(logits: Array, metadata: SamplingMetadata, positions: Array) -> Array:
-    """Stop tokens are out of reach before the position from which `min_tokens` allows them."""
+    """Masks stop tokens before the position from which `min_tokens` allows them."""
     early = positions < metadata.ints[:, FIRST_STOP_POSITION]
     stops = metadata.ints[:, STOPS:BIASED]
     stops = jnp.where((stops < 0) | ~early[:, None], logits.shape[1], stops)
@@ -132,13 +126,13 @@ def without_stops(logits: Array, metadata: SamplingMetadata, positions: Array) -
 
 
 def is_stop(tokens: Array, metadata: SamplingMetadata, positions: Array) -> Array:
-    """bool[B]: the token drawn for that position ends its sequence."""
+    """Returns bool[B]: True if the token sampled for that position ends its sequence."""
     allowed = positions >= metadata.ints[:, FIRST_STOP_POSITION]
     return allowed & jnp.any(tokens[:, None] == metadata.ints[:, STOPS:BIASED], axis=1)
 
 
 def truncated(weights: Array, metadata: SamplingMetadata) -> Array:
-    """The weights that min-p, top-k and top-p leave, zeros elsewhere. What no slot asks for costs nothing."""
+    """Returns the weights after min-p, top-k and top-p, zeros elsewhere. Parameters that no slot uses cost no time."""
     weights = jnp.where(weights >= metadata.floats[:, MIN_P, None, None], weights, 0.0)
     top_k, top_p = metadata.ints[:, TOP_K], metadata.floats[:, TOP_P]
     weights = jax.lax.cond(jnp.any(top_k > 0), keep_largest, lambda weights, _: weights, weights, top_k)
@@ -146,7 +140,7 @@ def truncated(weights: Array, metadata: SamplingMetadata) -> Array:
 
 
 def keep_largest(weights: Array, top_k: Array) -> Array:
-    """The top_k largest of each slot; all of them where top_k is not over 0."""
+    """Keeps the top_k largest weights of each slot; all of them if top_k is not above 0."""
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
     wanted = jnp.where(top_k > 0, top_k, weights[0].size)
     least = largest_threshold(lambda t: total((bits >= t[:, None, None]).astype(jnp.int32)) >= wanted, len(top_k))
@@ -154,7 +148,7 @@ def keep_largest(weights: Array, top_k: Array) -> Array:
 
 
 def keep_mass(weights: Array, top_p: Array) -> Array:
-    """The fewest largest that hold top_p of all the mass; all of them where top_p is 1."""
+    """Keeps the fewest largest weights that hold top_p of the total mass; all of them if top_p is 1."""
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
     wanted = top_p * total(weights)
     least = largest_threshold(lambda t: total(jnp.where(bits >= t[:, None, None], weights, 0.0)) >= wanted, len(top_p))
@@ -162,10 +156,8 @@ def keep_mass(weights: Array, top_p: Array) -> Array:
 
 
 def largest_threshold(holds: Callable[[Array], Array], slots: int) -> Array:
-    """i32[slots]: for each the largest t in [0, ONE] that `holds`; it holds up to some t and from there on does not.
-
-    Where it holds nowhere 0 is returned, which keeps everything.
-    """
+    """Returns i32[slots]: for each the largest t in [0, ONE] for which `holds` is True; 0, which keeps all, if there is
+    none. `holds` must be monotone: True up to some t and False from there on."""
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
@@ -177,11 +169,9 @@ def largest_threshold(holds: Callable[[Array], Array], slots: int) -> Array:
 
 
 def inverse(weights: Array, where: Array) -> Array:
-    """i32[B]: the token at the share `where` f32[B] in [0, 1) of the weights, columns one after another.
-
-    First the column, then the row in it. Each time the first place whose cumulated weight is over the target is taken,
-    and the target is kept under the last of them, so that rounding never leads to a token of weight 0.
-    """
+    """Returns i32[B]: the token at the share `where` f32[B] in [0, 1) of the cumulated weights, column by column. First
+    the column is found, then the row in it: each time the first index whose cumulated weight is above the target. The
+    target is kept below the last cumulated weight, so that rounding never selects a token of weight 0."""
     columns = jnp.cumsum(column_sums(weights), axis=1)
     column, before = first_over(columns, where * columns[:, -1])
     rows = jnp.cumsum(jnp.take_along_axis(weights, column[:, None, None], axis=2)[:, :, 0], axis=1)
@@ -190,7 +180,7 @@ def inverse(weights: Array, where: Array) -> Array:
 
 
 def first_over(cumulated: Array, target: Array) -> tuple[Array, Array]:
-    """i32[B]: the first place of f32[B, n] over f32[B] `target`, and the value just before it."""
+    """Returns the first index i32[B] at which f32[B, n] is above `target` f32[B], and the value just before it."""
     target = jnp.minimum(target, cumulated[:, -1] * (1 - 2.0**-23))
     place = jnp.sum(cumulated <= target[:, None], axis=1).astype(jnp.int32)
     before = jnp.where(place > 0, jnp.take_along_axis(cumulated, jnp.maximum(place - 1, 0)[:, None], axis=1)[:, 0], 0.0)
@@ -198,7 +188,7 @@ def first_over(cumulated: Array, target: Array) -> tuple[Array, Array]:
 
 
 def uniform(metadata: SamplingMetadata, positions: Array) -> Array:
-    """f32[B] in [0, 1), a function of (seed, position) alone."""
+    """Returns f32[B] in [0, 1), a function of (seed, position) alone."""
     words = jax.lax.bitcast_convert_type(metadata.ints[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32)[:, ::-1]
 
     def of_slot(key: Array, position: Array) -> Array:
@@ -208,10 +198,8 @@ def uniform(metadata: SamplingMetadata, positions: Array) -> Array:
 
 
 def token_logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
-    """Of the raw logits f32[B, V]: the tokens' log-probability f32[B], the likeliest i32[B, 20] and theirs f32[B, 20].
-
-    With fewer than 20 tokens in the vocabulary the lists are as long as it.
-    """
+    """Returns the tokens' log-probability f32[B] under raw logits f32[B, V], the top tokens i32[B, 20] and theirs
+    f32[B, 20]. The lists are shorter if the vocabulary has fewer than 20 tokens."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     values, ids = jax.lax.top_k(logprobs, min(NUM_TOP, logits.shape[1]))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
@@ -219,39 +207,39 @@ def token_logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
 
 
 def counted(counts: Counts, tokens: Array) -> Counts:
-    """The counts with one more output token a slot; a token under 0 (masked slot, BROKEN) counts for nothing."""
+    """Returns the counts with one more output token per slot; tokens below 0 (masked slot, BROKEN) are not counted."""
     vocab = counts.output.shape[1]
     slots, tokens = jnp.arange(len(tokens)), jnp.where(tokens < 0, vocab, tokens)
     return counts._replace(output=counts.output.at[slots, tokens].add(1, mode="drop"))
 
 
 def with_row(counts: Counts, slot: Array, prompt: Array, output: Array) -> Counts:
-    """The counts with one slot's rows replaced: bool[V] and i32[V]."""
+    """Returns the counts with one slot's rows replaced: bool[V] and i32[V]."""
     return Counts(counts.prompt.at[slot].set(prompt), counts.output.at[slot].set(output))
 
 
-# Sampling parameters as the rows of numbers that the device programs read; all host work, all numpy.
+# Packs sampling parameters into the arrays that device programs read; host code with numpy only.
 
 Put = Callable[[Any], Any]  # host arrays (a pytree) -> the same on devices
 LARGEST = np.iinfo(np.int32).max
 
 
 def is_plain(sampling: SamplingParams) -> bool:
-    """Whether the argmax of the raw logits is the whole story."""
+    """Returns True if the argmax of the raw logits is the sampled token."""
     holds_stops_back = sampling.min_tokens > 0 and bool(sampling.stop_token_ids)
     return sampling.greedy and not sampling.penalised and not sampling.logit_bias and not holds_stops_back
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSampling:
-    """What the active rows of a step ask of drawing: found once for all steps of the same rows."""
+    """The sampling parameters of a step's active rows, computed once for all steps of the same rows."""
 
     active: tuple[int, ...]
     each: list[SamplingParams]
-    plain: bool  # all of them
-    penalised: bool  # any of them
-    wanted: list[int | None]  # logprobs
-    scored: bool  # any of them
+    plain: bool  # True if all rows are plain
+    penalised: bool  # True if any row has penalties
+    wanted: list[int | None]  # SamplingParams.logprobs per row
+    scored: bool  # True if any row wants logprobs
 
     @classmethod
     def of(cls, active: tuple[int, ...], each: list[SamplingParams]) -> BatchSampling:
@@ -262,26 +250,26 @@ class BatchSampling:
 
 @cache
 def bare(token: int) -> Sampled:
-    """One of which nothing else is asked; there are as many as the vocabulary has."""
+    """Returns a sampled token without log-probability, cached: at most one object per token of the vocabulary."""
     return Sampled(token)
 
 
 class SamplingRows:
-    """Host copy of the metadata of B rows; a row nobody set draws greedily and never stops."""
+    """The host copy of the metadata of B rows; a row that was never set samples greedily and never stops."""
 
     def __init__(self, rows: int) -> None:
         self.ints = np.full((rows, INT_COLUMNS), -1, np.int32)
         self.floats = np.zeros((rows, FLOAT_COLUMNS), np.float32)
         self.floats[:, [TOP_P, REPETITION]] = 1.0
-        self.taken: DecodeRows | None = None  # the step that they are as
-        self.asked: BatchSampling | None = None  # of the step that was asked for last
-        self.adapters: np.ndarray | None = None  # i32[rows]: slots of their adapters, where they may have any
+        self.taken: DecodeRows | None = None  # the plan that was applied last
+        self.batch: BatchSampling | None = None  # cached for the last plan
+        self.adapters: np.ndarray | None = None  # i32[rows]: adapter slots; None if rows have no adapters
 
     def set(self, row: int, sampling: SamplingParams, output_start: int) -> None:
-        """`output_start`: position of the sequence's first output token."""
+        """Sets one row; `output_start` is the position of the sequence's first output token."""
         ints, floats = self.ints[row], self.floats[row]
         ints[:], floats[:] = -1, 0.0
-        ints[TOP_K] = min(max(sampling.top_k, 0), LARGEST)  # over the vocabulary all are alike
+        ints[TOP_K] = min(max(sampling.top_k, 0), LARGEST)  # values above the vocabulary size have no effect
         ints[[SEED_LOW, SEED_HIGH]] = np.array(
             [sampling.seed & 0xFFFFFFFF, sampling.seed >> 32 & 0xFFFFFFFF], np.uint32
         ).view(np.int32)
@@ -297,12 +285,13 @@ class SamplingRows:
         )
 
     def on(self, put: Put) -> SamplingMetadata:
-        """Where `put` brings them; of copies, because it may adopt its buffer and these rows will be written again."""
+        """Returns the metadata placed by `put`, made of copies: `put` may adopt its buffer, and these rows change
+        later."""
         return SamplingMetadata(*put((self.ints.copy(), self.floats.copy())))
 
 
 def history_rows(history: History, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """bool[V] of the prompt, i32[V] times in the output."""
+    """Returns bool[V], True for tokens of the prompt, and i32[V], the occurrences in the output."""
     seen = np.zeros(vocab_size, np.bool_)
     seen[list(history.prompt)] = True
     return seen, np.bincount(np.array(history.output, np.int64), minlength=vocab_size).astype(np.int32)
@@ -311,10 +300,9 @@ def history_rows(history: History, vocab_size: int) -> tuple[np.ndarray, np.ndar
 def sampled_rows(
     tokens: Sequence[int], wanted: Sequence[int | None], logprobs: Sequence[np.ndarray] | None
 ) -> list[Sampled]:
-    """Row i as a `Sampled`: bare where wanted[i] is None, else with its logprob and the wanted[i] likeliest.
-
-    `logprobs` are the host copies of what `token_logprobs` gives for the same rows; None where nobody asked.
-    """
+    """Returns row i as a `Sampled`: bare if wanted[i] is None, else with its logprob and the wanted[i] most likely
+    tokens. `logprobs` are the host copies of the results of `token_logprobs` for the same rows; None if no row wants
+    them."""
     if logprobs is None:
         return [bare(token) for token in tokens]
     chosen, ids, values = logprobs

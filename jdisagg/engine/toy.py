@@ -1,9 +1,9 @@
-"""An executor without arithmetic worth the name, for tests and simulation: no JAX, no time.
+"""A toy executor without arithmetic worth the name, for tests and simulation: no JAX, no time.
 
-Its "KV" is the tokens themselves, kept a page slot each in every layer group, and a token is drawn as a hash of all
-tokens read back through the pages of all groups. So a page that is wrong, stale, foreign or not yet there, be it in one
-group alone, gives a wrong token, and `toy_output` says which tokens are right.
-Prefill and decode draw alike, as a model does: a sequence prefilled again goes on where it was.
+Its "KV" is the tokens themselves, one per token slot of a page, in every layer group. A token is sampled as a hash of
+all tokens read back through the pages of all groups. A page that is wrong, stale, foreign or not yet arrived, even in
+one group alone, gives a wrong token; `toy_output` gives the right ones. Prefill and decode sample alike, as a model
+does: a sequence prefilled again continues where it was.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.runner import Gates, StagedStep
 
 VOCAB = 97
-NOTHING = -1  # what a page slot holds that nobody wrote
-TOKEN_BYTES = 8  # in a record
-ADAPTER_BITS = 16  # of what a page slot holds, below which is the token
+NOTHING = -1  # content of a token slot that was never written
+TOKEN_BYTES = 8  # bytes per token in a record
+ADAPTER_BITS = 16  # bits of the token in a token slot; the adapter's digest is above them
 
 
 class ToyFault(Exception):
@@ -35,10 +35,8 @@ class ToyFault(Exception):
 
 
 def next_token(tokens: list[int], sampling: SamplingParams, num_output: int) -> int:
-    """The token after `tokens`, of which `num_output` are output: a polynomial hash, stops masked before min_tokens.
-
-    Every grammar allows even tokens only.
-    """
+    """Returns the token after `tokens`, of which `num_output` are output: a polynomial hash, stops masked before
+    min_tokens. Every grammar allows even tokens only."""
     state = 17
     for token in tokens:
         state = (state * 31 + token + 2) % 2147483647
@@ -49,13 +47,13 @@ def next_token(tokens: list[int], sampling: SamplingParams, num_output: int) -> 
 
 
 def marked(token: int, sampling: SamplingParams) -> int:
-    """A token's KV as an adapter makes it, so that a page of another's gives a wrong token."""
+    """Returns a token's KV with an adapter's mark, so that a page of another adapter gives a wrong token."""
     adapter = sampling.adapter
     return token if adapter is None else token ^ zlib.crc32(adapter.digest.encode()) << ADAPTER_BITS
 
 
 def toy_output(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
-    """The whole output of a request, its stop token included: the definition."""
+    """Returns the whole output of a request by definition, its stop token included."""
     output: list[int] = []
     while len(output) < sampling.max_tokens:
         seen = [marked(token, sampling) for token in (*prompt, *output)]
@@ -69,12 +67,12 @@ def toy_output(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
 class ToySlot:
     """A decode slot as the device knows it."""
 
-    token: int  # fed next
+    token: int  # the token fed next
     position: int
     table: list[int]
     sampling: SamplingParams
     num_output: int
-    recalled: list[int]  # output as the host told of it
+    recalled: list[int]  # output tokens that the host has reported
     stopped: bool = False
 
 
@@ -88,8 +86,6 @@ class ToyStep:
 
 @dataclass(frozen=True, slots=True)
 class ToyPages:
-    """Pages on their way below HBM."""
-
     records: np.ndarray
 
     def read(self) -> tuple[np.ndarray, bool]:
@@ -103,30 +99,31 @@ def digest_of(contents: tuple[tuple[tuple[int, ...], ...], ...]) -> int:
 @dataclass(frozen=True, slots=True)
 class ToyShipment:
     transfer: KVTransfer
-    contents: tuple[tuple[tuple[int, ...], ...], ...]  # of each of its layer groups, the pages
-    digest: int  # of the contents when they were packed
+    contents: tuple[tuple[tuple[int, ...], ...], ...]  # pages per layer group
+    digest: int  # digest of the contents at packing
 
     def wait_packed(self) -> None:
         return
 
     def wait(self) -> None:
-        """Toy bytes are there at once; a driver of virtual time prices their way."""
+        """Returns at once; a driver of virtual time adds the transfer time."""
         return
 
     def intact(self) -> bool:
         return digest_of(self.contents) == self.digest
 
     def flipped(self) -> ToyShipment:
-        """As it is after one bit of it changed on the way."""
+        """Returns the shipment with one bit changed, as by a fault in transfer."""
         (first, *tokens), *pages = self.contents[-1]
         changed = ((first ^ 1, *tokens), *pages)
         return replace(self, contents=(*self.contents[:-1], changed))
 
 
 class ToyExecutor:
-    """Implements `Executor`. Plans whose ids are in `fail_plans` raise before they change anything."""
+    """A toy executor that implements `Executor`. Plans whose ids are in `fail_plans` raise before they change
+    anything."""
 
-    law = staticmethod(next_token)  # by which it draws
+    law = staticmethod(next_token)  # the function that samples
 
     def __init__(self, config: WorkerConfig, fail_plans: Collection[int] = ()) -> None:
         self.config, self.fail_plans = config, fail_plans
@@ -141,7 +138,7 @@ class ToyExecutor:
 
     @property
     def pages(self) -> list[list[int]]:
-        """Of the first layer group: token slots by page id."""
+        """Returns the first layer group's pages: token slots by page id."""
         return self.groups[0]
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
@@ -153,7 +150,7 @@ class ToyExecutor:
         self.gates.open(attempt)
 
     def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> StagedStep[ToyStep]:
-        """A stage writes and reads the pages of its layer group."""
+        """Runs the step stage by stage; a stage writes and reads the pages of its layer group."""
         chunks = plan.prefill.chunks if plan.prefill else ()
         if plan.prefill is not None:
             self._check_sizes(plan.prefill)
@@ -197,7 +194,8 @@ class ToyExecutor:
     def _drawn(
         self, rows: DecodeRows | None, seen: dict[int, list[list[int]]]
     ) -> tuple[tuple[int, tuple[Sampled, ...] | None], ...]:
-        """A row that may draw more than one token draws one a turn, or as many of a draft as its position says."""
+        """Samples per row; rows with a width above 1 sample one token per step, or accept as many of a draft as their
+        position says."""
         if rows is None:
             return ()
         widths = rows.widths or (1,) * len(rows.active)
@@ -207,7 +205,7 @@ class ToyExecutor:
         )
 
     def _guessed(self, rows: DecodeRows | None, seen: Collection[int]) -> tuple[tuple[int, str, int], ...]:
-        """A row's draft is as long as it may be."""
+        """Returns the drafts of the step; a row's draft is as long as its width allows."""
         if rows is None or rows.turns:
             return ()
         wide = [(slot, width) for slot, width in zip(rows.active, rows.widths, strict=False) if width > 1]
@@ -231,7 +229,7 @@ class ToyExecutor:
         """Writes the rows' changes into the slots; returns those that draw, by slot."""
         slots_each = self.config.slots_per_microbatch
         for slot in plan.retire:
-            self.slots.pop(slot, None)  # a slot whose admission failed is retired all the same
+            self.slots.pop(slot, None)  # a slot whose admission failed is retired too
         for admission in plan.admit:
             self._admit(admission)
         for read in plan.read:
@@ -268,12 +266,12 @@ class ToyExecutor:
         return len(self.groups) * self.config.page_size * TOKEN_BYTES
 
     def pack_pages(self, pages: Sequence[int]) -> ToyPages:
-        """A record holds the tokens of a page, group by group."""
+        """Packs pages as records; a record holds the tokens of a page, group by group."""
         tokens = [[token for group in self.groups for token in group[page]] for page in pages]
         return ToyPages(np.array(tokens, np.int64).reshape(len(pages), -1).view(np.uint8))
 
     def land_pages(self, move: PageMove, records: np.ndarray, good: Sequence[bool]) -> ToyShipment:
-        """Pages that are not good are not written."""
+        """Starts records on the way to pages; pages whose record is not good are not written."""
         size, worker = self.config.page_size, self.config.worker
         tokens = np.ascontiguousarray(records).view(np.int64).reshape(len(records), len(self.groups), size).tolist()
         contents = tuple(tuple(tuple(page[at]) for page in tokens) for at in range(len(self.groups)))
@@ -285,7 +283,7 @@ class ToyExecutor:
         return shipment.intact
 
     def drop(self, shipment: ToyShipment) -> None:
-        """It holds no device's memory."""
+        """Drops a shipment; toy shipments hold no device memory."""
 
     def insert(self, shipment: ToyShipment) -> None:
         for group, contents in zip(self._groups_of(shipment.transfer), shipment.contents, strict=True):
@@ -314,12 +312,11 @@ class ToyExecutor:
 
 
 def _agreed(rows: list[list[int]]) -> list[int]:
-    """The tokens that all groups agree on; NOTHING where one of them holds another."""
+    """Returns the tokens that all groups agree on; NOTHING if one of them holds another."""
     return [seen[0] if len(set(seen)) == 1 else NOTHING for seen in zip(*rows, strict=True)]
 
 
 def _advance(row: ToySlot, tokens: list[int], law: Callable[[list[int], SamplingParams, int], int]) -> Sampled:
-    """Draws the slot's next token after `tokens`."""
     row.position += 1
     row.token = law(tokens, row.sampling, row.num_output)
     row.num_output += 1
@@ -328,7 +325,8 @@ def _advance(row: ToySlot, tokens: list[int], law: Callable[[list[int], Sampling
 
 
 def _check_recalled(sampling: SamplingParams, recalled: Sequence[int], tokens: list[int], num_output: int) -> None:
-    """A grammar's mask is made of the output that the host knows, which must be the one that was drawn."""
+    """Raises a `ToyFault` if the output that the host knows, from which grammar masks are made, is not the sampled
+    one."""
     drawn = tokens[len(tokens) - num_output :]
     if sampling.grammar and [marked(token, sampling) for token in recalled] != drawn:
         raise ToyFault(f"the host knows {recalled} where {drawn} were drawn")
@@ -339,13 +337,13 @@ def _asked(chunk: PrefillChunk) -> bool:
 
 
 def _pooled(chunk: PrefillChunk) -> tuple[int, ...]:
-    """A token's state is its id and its place."""
+    """Returns the pooled state of a chunk; a token's state is its id and its position."""
     states = [(token, place) for place, token in enumerate(chunk.tokens, chunk.start)]
     taken = states if chunk.sampling.pooling == "mean" else states[-1:]
     return tuple(POOLED_ONE * sum(column) for column in zip(*taken, strict=True))
 
 
 def _scores(chunk: PrefillChunk) -> tuple[Sampled, ...]:
-    """One entry a prompt token that has a predecessor."""
+    """Returns one score per prompt token that has a predecessor."""
     tokens = chunk.tokens if chunk.start else chunk.tokens[1:]
     return tuple(Sampled(token, 0.0) for token in tokens)

@@ -1,14 +1,14 @@
-"""The grouped product on Hopper GPUs (Pallas Mosaic GPU): a warpgroup brings tiles by TMA, one or two others multiply.
+"""The grouped product on Hopper GPUs (Pallas Mosaic GPU): a warpgroup loads tiles by TMA, one or two others multiply.
 
-A block is up to so many rows of one group, by so many columns of its matrix. As many
-programs as a GPU has cores take them in turn, so that the next block's tiles come while one's results leave, and blocks
-that sizes do not make cost nothing; a block's columns follow each other, for its rows to be read from memory once.
-A block begins with its group's rows or a whole block after, and all numbers of a row are added up in one order by one
-instruction: what else is in the chunk moves no bit of it. Rows past a group's end are multiplied as they lie there, and
-left where they are: results leave by copies of 64, 32, ... 1 rows, as many as there are.
+A block is a number of rows of one group times a number of columns of its matrix. As many programs as a GPU has cores
+process them in turn, so that the next block's tiles are loaded while one's results are stored. Blocks that the sizes
+leave empty cost no time. A block's columns follow each other, so that its rows are read from memory once. A block
+begins at its group's first row or a whole number of blocks after it. All numbers of a row are summed in one order by
+one instruction: other rows of the chunk do not change its bits. Rows past a group's end are multiplied too, but not
+stored: results are stored by copies of 64, 32, ... 1 rows, as many as there are.
 
-Compiled for an H100, nothing is spilled: 90 to 122 registers a thread and 216 KiB of shared memory at most, so that a
-core has one block. Nothing is measured yet.
+Compiled for an H100, no register is spilled: 90 to 122 registers per thread and 216 KiB of shared memory at most, so
+that a core has one block. No run has been measured.
 """
 
 from functools import partial
@@ -24,17 +24,17 @@ from pallas_kernels.grouped_product import xla
 from pallas_kernels.mosaic import ROWS, Chip, plgpu
 from pallas_kernels.tuning import tuned_product
 
-STEP = mosaic.TILE  # inputs of one step
+STEP = mosaic.TILE  # inputs per step
 WIDTHS = 128, 192, 64  # columns of a block, the first that divides a matrix's
-CORES = 132  # of an H100 and an H200; with fewer, some programs come after others
+CORES = 132  # cores of an H100 and an H200; with fewer, some programs run after others
 MOST_STAGES = 8
 
 
 class Blocks(NamedTuple):
-    """How the work is cut."""
+    """The split of the work into blocks."""
 
     warpgroups: int  # of 64 rows each
-    outputs: int  # columns
+    outputs: int  # columns of a block
     stages: int  # steps in flight
 
     @property
@@ -43,8 +43,8 @@ class Blocks(NamedTuple):
 
 
 def choose_blocks(rows: int, matrices: Array, out_first: bool) -> Blocks:
-    """The tuned width, or the first that divides the columns; two warpgroups where the mean group fills more than one,
-    and as many steps as there is room for."""
+    """Returns the tuned width, or the first that divides the columns; two warpgroups if the mean group fills more than
+    one, and as many steps as fit."""
     groups, outputs = matrices.shape[0], matrices.shape[1 if out_first else 2]
     first = next(each for each in WIDTHS if outputs % each == 0)
     return blocks_of(2 if rows > groups * ROWS else 1, tuned_product(matrices, out_first).get("outputs", first))
@@ -67,7 +67,8 @@ def grouped_product(
     interpret: Any = None,
     cores: int = CORES,
 ) -> Array:
-    """As `pallas_kernels.grouped_product`, of what `mosaic.multiplies`. interpret: the interpreter's parameters."""
+    """Computes `pallas_kernels.grouped_product` for arguments of `mosaic.multiplies`; interpret: the interpreter's
+    parameters."""
     rows, outputs = x.shape[0], matrices.shape[1 if out_first else 2]
     blocks = blocks or choose_blocks(rows, matrices, out_first)
     group, start, stop = list_blocks(sizes, rows, blocks.rows)
@@ -82,7 +83,7 @@ def grouped_product(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret or None,
     )(
-        jnp.pad(x, ((0, blocks.rows + -rows % mosaic.BOX), (0, 0))),  # what a block past the last row reads
+        jnp.pad(x, ((0, blocks.rows + -rows % mosaic.BOX), (0, 0))),  # read by a block past the last row
         matrices,
         jnp.stack([group, start, stop], axis=1),
         jnp.sum(stop > start, dtype=jnp.int32)[None],
@@ -91,10 +92,8 @@ def grouped_product(
 
 
 def list_blocks(sizes: Array, rows: int, block: int) -> tuple[Array, Array, Array]:
-    """i32[blocks] each: the group of a block, its first row, and where its group's rows end; 0 of those there are not.
-
-    As many as any sizes make of so many rows: every group may begin a block of its own.
-    """
+    """Returns i32[blocks] each: the group of a block, its first row, and the end of its group's rows; 0 for unused
+    blocks. There are as many as any sizes need for `rows` rows: every group may begin a block of its own."""
     count = pl.cdiv(rows, block) + min(len(sizes), rows)
     blocks, ends = pl.cdiv(sizes, block), jnp.cumsum(sizes)
     last = jnp.cumsum(blocks)
@@ -107,7 +106,7 @@ def list_blocks(sizes: Array, rows: int, block: int) -> tuple[Array, Array, Arra
 
 
 def scratch(blocks: Blocks, out_first: bool) -> list[Any]:
-    """Tiles of rows and of a matrix, who waits for them, and what leaves."""
+    """Returns the scratch shapes: tiles of rows and of a matrix, their barriers, and the results."""
     tile = (blocks.outputs, STEP) if out_first else (STEP, blocks.outputs)
     return [
         mosaic.swizzled(blocks.stages, blocks.warpgroups, ROWS, STEP),
@@ -119,12 +118,12 @@ def scratch(blocks: Blocks, out_first: bool) -> list[Any]:
 
 
 class Ring(NamedTuple):
-    """Steps of one block after another's, each in the buffers that were free the longest."""
+    """The steps of successive blocks, each in the buffers that were free the longest."""
 
     rows: Any  # bf16 [stages, warpgroups, ROWS, STEP]
-    tiles: Any  # of a matrix
-    arrived: Any  # a barrier a stage, for those that multiply
-    done: Any  # for the one that brings
+    tiles: Any  # tiles of a matrix
+    arrived: Any  # one barrier per stage, awaited by multiplying warpgroups
+    done: Any  # awaited by the loading warpgroup
 
     def stage(self, step: Array) -> Array:
         return lax.rem(step, self.rows.shape[0])
@@ -133,7 +132,7 @@ class Ring(NamedTuple):
 def multiply_blocks(
     x_ref, matrices_ref, spans_ref, count_ref, out_ref, *refs, blocks: Blocks, out_first: bool, chip: type[Chip]
 ):
-    """Every so many blocks one. `refs` are what `scratch` says."""
+    """Computes every n-th block, n being the number of programs. `refs` are the scratch."""
     ring, leaving = Ring(*refs[:4]), refs[4]
     core, warpgroup = lax.axis_index("cores"), lax.axis_index("warpgroup")
     columns, steps = out_ref.shape[1] // blocks.outputs, x_ref.shape[1] // STEP
@@ -141,7 +140,7 @@ def multiply_blocks(
     mine = lax.div(count_ref[0] * columns - core + cores - 1, cores)
 
     def place(index: Array) -> tuple[Array, Array, Array, Array]:
-        """Group, first row, where the group's rows end, and first column."""
+        """Returns the group, first row, end of the group's rows, and first column of a block."""
         work = core + index * cores
         span = spans_ref.at[lax.div(work, columns)]
         return span[0], span[1], span[2], lax.rem(work, columns) * blocks.outputs
@@ -163,7 +162,7 @@ def multiply_blocks(
         def _(index):
             _, start, stop, column = place(index)
             found = multiply(index * steps, steps, warpgroup, ring, out_first, chip)
-            plgpu.wait_smem_to_gmem(0)  # what lay there before
+            plgpu.wait_smem_to_gmem(0)  # the previous results
             leaving.at[warpgroup][...] = found.astype(jnp.bfloat16)
             plgpu.commit_smem()
             first = start + warpgroup * ROWS
@@ -173,7 +172,7 @@ def multiply_blocks(
 
 
 def bring(x_ref: Any, matrix_ref: Any, at: tuple[Array, Array], before: Array, ring: Ring, out_first: bool) -> None:
-    """A block's steps, of rows and columns from `at` on."""
+    """Loads the steps of a block, of rows and columns from `at` on."""
     start, column = at
     stages, warpgroups = ring.rows.shape[:2]
     outputs = ring.tiles.shape[1 if out_first else 2]
@@ -191,7 +190,7 @@ def bring(x_ref: Any, matrix_ref: Any, at: tuple[Array, Array], before: Array, r
 
 
 def multiply(before: Array, steps: int, warpgroup: Array, ring: Ring, out_first: bool, chip: type[Chip]) -> Array:
-    """f32 [ROWS, outputs] of a block's steps."""
+    """Returns f32 [ROWS, outputs], the sum of a block's steps."""
 
     def pair(step):
         buffer = ring.stage(before + step)
@@ -206,11 +205,11 @@ def multiply(before: Array, steps: int, warpgroup: Array, ring: Ring, out_first:
 
 
 def leave(rows: Any, out_ref: Any, first: Array, count: Array) -> None:
-    """The first `count` rows, to rows from `first` on."""
+    """Stores the first `count` rows to rows from `first` on."""
     count = jnp.clip(count, 0, ROWS)
     size = ROWS
     while size:
-        at = count & -(2 * size)  # what went by longer copies
+        at = count & -(2 * size)  # rows that longer copies stored
 
         @pl.when(count & size != 0)
         def _(size=size, at=at):

@@ -1,11 +1,11 @@
-"""The definition: every row against every group's matrix, and its own is kept."""
+"""Grouped product, the definition: every row times every group's matrix, of which its own is kept."""
 
 import jax.numpy as jnp
 from jax import Array
 
 
 def grouped_product(x: Array, matrices: Array, sizes: Array, *, out_first: bool) -> Array:
-    """See `pallas_kernels.grouped_product`."""
+    """Computes `pallas_kernels.grouped_product`, see there."""
     ends = jnp.cumsum(sizes)
     group = jnp.sum(jnp.arange(x.shape[0])[:, None] >= ends[None, :], axis=1)
     every = jnp.einsum(

@@ -1,4 +1,4 @@
-"""Packing of a layer group's pages into one buffer that can travel. Checks the arguments, picks the platform's code."""
+"""Packs a layer group's pages into one buffer for transfer. Checks the arguments, picks the platform's code."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,10 +14,8 @@ from pallas_kernels.wire_format import STORED, PackedPages, Pool, check_pools, f
 
 
 def on_gpu(pools: Sequence[Array], page_ids: Array, *, wire: str, digests: bool = True) -> PackedPages:
-    """Packs by Mosaic GPU's kernel where the GPU and the arguments allow it, else by the definition under XLA.
-
-    `xla.pack_kv_pages` is a loop over few pages at a time, for a CPU's cache: on a GPU each step would be a launch.
-    """
+    """Packs by Mosaic GPU's kernel if the GPU and the arguments allow it, else by the definition under XLA.
+    `xla.pack_kv_pages` is a loop over few pages at a time, for a CPU's cache: on a GPU each step would be a launch."""
     dtype = pools[0].dtype if wire == "raw" else STORED[wire]
     if takes_mosaic("pack_kv_pages", rows_of(pools[0], page_ids, dtype), pools[0]):
         return hopper.pack_kv_pages(pools, page_ids, wire=wire, digests=digests)
@@ -26,25 +24,24 @@ def on_gpu(pools: Sequence[Array], page_ids: Array, *, wire: str, digests: bool 
 
 
 def pack_kv_pages(pools: Sequence[Pool], page_ids: Array, *, wire: str = "raw", digests: bool = True) -> PackedPages:
-    """Page `page_ids[n]` of every pool, contiguous, quantised on the way where the wire says so.
+    """Packs page `page_ids[n]` of every pool contiguously, quantised if the wire says so.
 
-    pools: one for each of L layers, [P, Hkv, C, page_size, D] of f32 or bf16, or `QuantizedPages`, which travel raw.
-    page_ids: i32[N], N at least 1; page 0 where the buffer is padded.
-    wire: "raw" (the pool's own bits), or "int8", "fp8" (e4m3), "int4" with a scale for each row: a token's K or V of a
-    head. With `top` the row's largest magnitude a number is off by at most top / 254 in int8, top / 14 in int4, and
-    in fp8 by 1 / 16 of itself or top / 2**18, whichever is more.
-    digests: whether to compute them; they depend on what travels alone (`reference.digest_pages`).
-    Raises KernelError for what does not fit.
+    pools: one per layer, L in all, [P, Hkv, C, page_size, D] of f32 or bf16, or `QuantizedPages`, which are sent raw.
+    page_ids: i32[N], N at least 1; page 0 for padding. wire: "raw" (the pool's own bits), or "int8", "fp8" (e4m3),
+    "int4" with a scale for each row: a token's K or V of a head. With `top` the row's largest magnitude, a number is
+    off by at most top / 254 in int8, top / 14 in int4, and in fp8 by 1 / 16 of itself or top / 2**18, whichever is
+    more. digests: whether to compute them; they depend only on what is sent (`reference.digest_pages`). Raises
+    KernelError for arguments that do not fit.
     """
     check_pools(pools, page_ids, wire)
-    layers: Any = list(pools)  # all floats, or all quantised
+    layers: Any = list(pools)  # either all float pools or all quantised ones
     if isinstance(layers[0], QuantizedPages):
         return pack_quantized(layers, page_ids, digests)
     return pack_numbers(layers, page_ids, wire, digests)
 
 
 def pack_numbers(pools: Sequence[Array], page_ids: Array, wire: str, digests: bool) -> PackedPages:
-    """Pools of one dtype: floats, or for wire "raw" the values of quantised ones."""
+    """Packs pools of one dtype: floats, or for wire "raw" the values of quantised ones."""
     options = {"wire": wire, "digests": digests}
     return on_platform(
         list(pools),
@@ -56,7 +53,7 @@ def pack_numbers(pools: Sequence[Array], page_ids: Array, wire: str, digests: bo
 
 
 def pack_quantized(pools: Sequence[QuantizedPages], page_ids: Array, digests: bool) -> PackedPages:
-    """Values by the platform's code; scales, a small part, by XLA's gather."""
+    """Packs values by the platform's code; scales, a small part, by XLA's gather."""
     packed = pack_numbers([pool.values for pool in pools], page_ids, "raw", digests)
     scales = jnp.stack([pool.scales[page_ids] for pool in pools])
     if packed.digests is None:
@@ -66,10 +63,9 @@ def pack_quantized(pools: Sequence[QuantizedPages], page_ids: Array, digests: bo
 
 
 def digest_pages(values: Array, scales: Array | None) -> Array:
-    """Digests of what arrived, u32 [L, N, Hkv]: `values` [L, N, Hkv, C, page_size, D'] and `scales` as packed.
-
-    The definition makes one pass over the bytes where XLA compiles it for a TPU or GPU; on a CPU it would keep words.
-    """
+    """Returns digests of received pages, u32 [L, N, Hkv]: `values` [L, N, Hkv, C, page_size, D'] and `scales` as
+    packed. The definition makes one pass over the bytes if XLA compiles it for a TPU or GPU; on a CPU it would store
+    words."""
     return on_platform(
         values, scales, cuda=reference.digest_pages, tpu=reference.digest_pages, default=xla.digest_pages
     )

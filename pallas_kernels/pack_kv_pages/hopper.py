@@ -1,10 +1,10 @@
-"""Packing KV on Hopper GPUs (Pallas Mosaic GPU): one block for each head of each page of each layer.
+"""Packs KV on Hopper GPUs (Pallas Mosaic GPU): one block for each head of each page of each layer.
 
-A head's page comes to shared memory by one TMA and leaves by another; digests are folded from there, `STEP` words at a
-time, while it leaves. A call takes a few layers, told apart by the block's number. Pages that are quantised on
-the way are packed by XLA.
+A head's page is loaded to shared memory by one TMA copy and stored by another; digests are folded from shared memory,
+`STEP` words at a time, meanwhile. A call packs a few layers, selected by the block's number. Pages that are quantised
+in transfer are packed by XLA.
 
-Compiled for an H100; nothing is measured yet.
+Compiled for an H100; no run has been measured.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import LINE, Chip, plgpu
 from pallas_kernels.wire_format import PackedPages, bits_of, page_weights
 
-LAYERS = 8  # of a call: each is a branch in the kernel
-STEP = 32  # lines that are in registers at once, 32 words for each thread
-LOW_BITS = {1: 0xFF, 2: 0xFFFF}  # by bytes of a number
+LAYERS = 8  # most layers of a call: each is a branch in the kernel
+STEP = 32  # lines in registers at once, 32 words per thread
+LOW_BITS = {1: 0xFF, 2: 0xFFFF}  # by bytes per number
 
 
 @partial(jax.jit, static_argnames=("wire", "digests", "layers_of_call", "interpret"))
@@ -36,7 +36,8 @@ def pack_kv_pages(
     layers_of_call: int = LAYERS,
     interpret: Any = None,
 ) -> PackedPages:
-    """As `pallas_kernels.pack_kv_pages`, of what `mosaic.carries`. interpret: parameters of Mosaic's interpreter."""
+    """Computes `pallas_kernels.pack_kv_pages` for arguments of `mosaic.carries`; interpret: Mosaic's interpreter's
+    parameters."""
     assert wire == "raw", wire
     (_, kv_heads, parts, page_size, size), dtype = pools[0].shape, pools[0].dtype
     lines = [in_lines(pool) for pool in pools]
@@ -60,19 +61,19 @@ def pack_kv_pages(
 
 
 def in_lines(pool: Array) -> Array:
-    """[P, Hkv, C, page_size, D] -> the same bits as integers with a sign, [P, Hkv, lines, LINE]: a copy's sides are
-    short."""
+    """Returns [P, Hkv, C, page_size, D] as the same bits in signed integers, [P, Hkv, lines, LINE]: a copy's dimensions
+    are short."""
     bits = lax.bitcast_convert_type(bits_of(pool), jnp.dtype(f"int{8 * pool.dtype.itemsize}"))
     return bits.reshape(*pool.shape[:2], -1, LINE)
 
 
 def weights_of(rows: int, size: int) -> Array:
-    """i32 [lines, LINE], of the words of a head's page."""
+    """Returns i32 [lines, LINE], the weights of the words of a head's page."""
     return jnp.asarray(page_weights(rows, size).view(np.int32).reshape(-1, LINE))
 
 
 def pack_page(given: Sequence[Any], held: Sequence[Any], room, barrier, *, start: int, digests: bool, chip: type[Chip]):
-    """One head of one page of one layer."""
+    """Packs one head of one page of one layer."""
     page_ids_ref, weights_ref, *pools = given
     packed, sums = held
     page, head, layer = (lax.axis_index(name) for name in ("pages", "heads", "layers"))
@@ -90,7 +91,7 @@ def pack_page(given: Sequence[Any], held: Sequence[Any], room, barrier, *, start
 
 
 def fold(room: Any, weights_ref: Any, chip: type[Chip]) -> Array:
-    """i32: the digest of a head's page in shared memory."""
+    """Returns i32: the digest of a head's page in shared memory."""
     lines = room.shape[0]
     step = next(each for each in range(min(STEP, lines), 0, -1) if lines % each == 0)
 

@@ -1,4 +1,4 @@
-"""Packing KV, the definition: pages gathered, rows quantised one by one, and the digest of what leaves."""
+"""Packing KV, the definition: gathers pages, quantises rows one by one, and computes the digest of the result."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,15 @@ from pallas_kernels.wire_format import LARGEST, TINY, PackedPages, column_weight
 
 
 def pack_kv_pages(pools: Sequence[Array], page_ids: Array, *, wire: str) -> PackedPages:
-    """L pools [P, Hkv, C, page_size, D] and i32[N] -> their pages as they travel."""
+    """Packs the pages i32[N] of L pools [P, Hkv, C, page_size, D]."""
     pages = jnp.stack([pool[page_ids] for pool in pools])
     values, scales = (pages, None) if wire == "raw" else quantise(pages, wire)
     return PackedPages(values, scales, digest_pages(values, scales))
 
 
 def quantise(pages: Array, wire: str) -> tuple[Array, Array]:
-    """Floats [..., C, page_size, D] -> codes [..., C, page_size, D'] and scales f32 [..., C * page_size].
-
-    int4 holds number d of a row in the low nibble of byte d, number d + D / 2 in its high one.
-    """
+    """Quantises floats [..., C, page_size, D] to codes [..., C, page_size, D'] and scales f32 [..., C * page_size].
+    int4 stores number d of a row in the low nibble of byte d, number d + D / 2 in its high one."""
     pages = pages.astype(jnp.float32)
     top = jnp.maximum(jnp.max(jnp.abs(pages), axis=-1), TINY)
     scaled = jnp.clip(pages * (LARGEST[wire] / top)[..., None], -LARGEST[wire], LARGEST[wire])
@@ -34,11 +32,12 @@ def quantise(pages: Array, wire: str) -> tuple[Array, Array]:
 
 
 def digest_pages(values: Array, scales: Array | None) -> Array:
-    """Values [..., C, page_size, D'] and scales f32 [..., C * page_size] -> u32 [...], one a head's page.
+    """Returns u32 [...], one digest per head's page, for values [..., C, page_size, D'] and scales f32 [..., C *
+    page_size].
 
-    Multilinear hashing mod 2**32 (Lemire and Kaser 2014) with fixed odd weights of row times column: whatever changes
-    in one word changes the sum, and exchanged tokens, or K and V, do but for chance. Neither page, layer nor head
-    numbers take part, so a page keeps its digest wherever it goes and however heads and layers are cut.
+    Multilinear hashing mod 2**32 (Lemire and Kaser 2014) with fixed odd weights of row times column: any change of one
+    word changes the sum, and exchanged tokens, or K and V, do so except by chance. Page, layer and head numbers take no
+    part, so a page keeps its digest wherever it is moved and however heads and layers are split.
     """
     columns = column_weights(values.shape[-1])
     rows = jnp.sum(words_of(values) * over(columns[:-1], values), axis=-1, dtype=jnp.uint32)

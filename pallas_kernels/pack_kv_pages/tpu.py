@@ -1,9 +1,9 @@
-"""Packing KV on a TPU (Mosaic): one DMA a page, a block of pages ahead of what is computed, layer after layer.
+"""Packs KV on a TPU (Mosaic): one DMA per page, a block of pages ahead of the computation, layer after layer.
 
-A page holds all heads of a shard next to each other. The pages of a block come in together while the block before is
-quantised and digested; blocks leave by the pipeline of the grid, straight into their place in the buffer. The blocks
-of all layers make one list, cut between the chip's cores. Where nothing is computed pages take the same way: copied
-through VMEM they cost no more of HBM's time than from HBM to HBM.
+A page holds all heads of a shard next to each other. The pages of a block are loaded together while the block before is
+quantised and digested. Blocks are stored by the pipeline of the grid, directly at their index in the buffer. The blocks
+of all layers make one list, split between the chip's cores. Pages that need no computation take the same path: copies
+through VMEM cost no more of HBM's time than copies from HBM to HBM.
 """
 
 from collections.abc import Sequence
@@ -21,28 +21,28 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu_blocks import num_cores, page_bytes
 from pallas_kernels.wire_format import STORED, PackedPages, packed_size, page_weights, quantise, scale_weights, words_of
 
-BLOCK_BYTES = 1 << 20  # of a block of pages in VMEM: two of them come in while two go out
-PAGE_BYTES = 1 << 19  # of the largest page whose arithmetic fits in the least default limit of VMEM
-VMEM_BYTES = 56 << 20  # for larger ones
+BLOCK_BYTES = 1 << 20  # bytes of a block of pages in VMEM: two are loaded while two are stored
+PAGE_BYTES = 1 << 19  # largest page whose arithmetic fits in the lowest default limit of VMEM
+VMEM_BYTES = 56 << 20  # limit for larger pages
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the pages of all layers are dealt out: item i is block `i % blocks` of layer `i // blocks`."""
+    """The distribution of the pages of all layers: item i is block `i % blocks` of layer `i // blocks`."""
 
     layers: int
-    count: int  # pages of a layer
-    block: int  # pages of an item; the last of a layer may have fewer
-    blocks: int  # of a layer
+    count: int  # pages per layer
+    block: int  # pages per item; the last of a layer may have fewer
+    blocks: int  # blocks per layer
     cores: int
-    steps: int  # items of a core; the last core may have fewer
+    steps: int  # items per core; the last core may have fewer
 
     @property
     def items(self) -> int:
         return self.layers * self.blocks
 
     def here(self) -> Any:
-        """The item of this grid step; it may be past the last."""
+        """Returns the item of this grid step; it may be past the last."""
         return pl.program_id(0) * self.steps + pl.program_id(1)
 
     def first(self, item: Any) -> Any:
@@ -52,7 +52,8 @@ class Cut:
         return jnp.minimum(self.block, self.count - self.first(item))
 
     def spec(self, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """The item's block of an array [L, N, *shape]. Past the last item a core stays where it is."""
+        """Returns the spec of the item's block of an array [L, N, *shape]. Past the last item a core's block does not
+        change."""
 
         def place(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
             item = jnp.minimum(core * self.steps + step, self.items - 1)
@@ -72,7 +73,7 @@ def pack_kv_pages(
     cores: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> PackedPages:
-    """As `pallas_kernels.pack_kv_pages`; for wire "raw" any pools of 8 bits too."""
+    """Computes `pallas_kernels.pack_kv_pages`; for wire "raw" also pools of 8-bit numbers."""
     pool = pools[0]
     _, kv_heads, parts, page_size, size = pool.shape
     cut = cut_pages(pool, len(pools), page_ids.shape[0], block_pages, cores)
@@ -101,7 +102,7 @@ def pack_kv_pages(
 
 
 def cut_pages(pool: Array, layers: int, count: int, block: int | None, cores: int | None) -> Cut:
-    """Blocks of BLOCK_BYTES, or of `block` pages; no core without a block."""
+    """Returns blocks of BLOCK_BYTES, or of `block` pages; every core gets a block."""
     block = min(block or max(1, BLOCK_BYTES // page_bytes(pool)), count)
     blocks = pl.cdiv(count, block)
     cores = min(cores or num_cores(), layers * blocks)
@@ -109,7 +110,8 @@ def cut_pages(pool: Array, layers: int, count: int, block: int | None, cores: in
 
 
 def weights_of(rows: int, size: int) -> tuple[Array, Array]:
-    """i32 [rows, size] of the words of a head's page and [1, rows] of its scales: Mosaic sums signed numbers."""
+    """Returns i32 [rows, size], the weights of the words of a head's page, and [1, rows] of its scales: Mosaic sums
+    signed numbers."""
     words, scales = page_weights(rows, size), scale_weights(rows, size)[None]
     return jnp.asarray(words.view(np.int32)), jnp.asarray(scales.view(np.int32))
 
@@ -124,12 +126,13 @@ def compiler_params(pool: Array) -> pltpu.CompilerParams:
 
 
 def as_digests(sums: Array) -> Array:
-    """i32 [L, N, 1, Hkv] -> u32 [L, N, Hkv]."""
+    """Converts i32 [L, N, 1, Hkv] to u32 [L, N, Hkv]."""
     return lax.bitcast_convert_type(sums[:, :, 0], jnp.uint32)
 
 
 def pack_item(ids_ref, page_weights_ref, scale_weights_ref, *refs, cut: Cut, wire: str, digests: bool):
-    """One block of one layer. `refs` are the pools, what leaves, the room of two blocks and its semaphores."""
+    """Packs one block of one layer. `refs` are the pools, the results, the buffers of two blocks and their
+    semaphores."""
     pools, outs, (room_ref, semaphores) = refs[: cut.layers], refs[cut.layers : -2], refs[-2:]
     item, step = cut.here(), pl.program_id(1)
 
@@ -169,7 +172,8 @@ def pack_item(ids_ref, page_weights_ref, scale_weights_ref, *refs, cut: Cut, wir
 
 
 def digest(words: Any, scales: Any, page_weights: Any, scale_weights: Any) -> Any:
-    """Words [Hkv, C * page_size, D'], of 32 bits or codes of 8, and scales [Hkv, C * page_size] -> i32 [1, Hkv]."""
+    """Returns i32 [1, Hkv] for words [Hkv, C * page_size, D'], of 32 bits or 8-bit codes, and scales [Hkv, C *
+    page_size]."""
     words = words & 0xFF if words.dtype == jnp.int32 else lax.bitcast_convert_type(words, jnp.int32)
     total = jnp.sum(jnp.sum(words * page_weights[None], axis=1), axis=-1)
     if scales is not None:

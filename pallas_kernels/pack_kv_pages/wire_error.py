@@ -1,4 +1,4 @@
-"""What a wire would cost in exactness, measured on the pages themselves, so that a layer may be sent raw instead."""
+"""Measures the error that a wire would cause on the pages themselves, so that a layer may be sent raw instead."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,9 @@ from pallas_kernels.wire_format import check_pools
 
 
 def wire_error(pools: Sequence[Array], page_ids: Array, wire: str) -> Array:
-    """f32[L]: of each layer the relative error of its pages, sqrt(sum |x - received|^2 / sum |x|^2); 0 if all are 0.
-
-    pools: float pools as `pack_kv_pages` takes them. page_ids: i32[N]; page 0, padding, does not count.
-    Raises KernelError for what does not fit.
-    """
+    """Returns f32[L]: each layer's relative error of its pages, sqrt(sum |x - received|^2 / sum |x|^2); 0 if all are 0.
+    pools: float pools as `pack_kv_pages` takes them. page_ids: i32[N]; page 0, padding, does not count. Raises
+    KernelError for arguments that do not fit."""
     check_pools(pools, page_ids, wire)
     return jnp.stack([layer_error(pool, page_ids, wire) for pool in pools])
 

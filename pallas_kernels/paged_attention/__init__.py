@@ -1,4 +1,4 @@
-"""Decode attention: a query token a slot, or a few, over paged KV. Checks the arguments, picks the platform's code."""
+"""Decode attention over paged KV: one query token per slot, or a few. Checks arguments, picks the platform's code."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,19 +38,21 @@ def paged_attention(
     value_size: int | None = None,
     debug: bool = False,
 ) -> Array:
-    """Attention of one token per slot, or of as many of each, to the tokens its slot holds.
+    """Computes attention of one token per slot, or of several tokens of each, to the tokens that its slot holds.
 
-    q: [B, Hq, D], f32 or bf16; query head h reads KV head h // (Hq // Hkv). [B * R, Hq, D] where each slot has R rows,
-    a token and what is guessed to follow it, one behind the other: TPUs and Hoppers read its pages once, not R times.
-    kv_pages: [P, Hkv, C, page_size, D], f32 or bf16, or QuantizedPages; only the pages that hold valid tokens count.
-    page_table: i32[B, W], the pages of a slot in order; entries past the slot's length may be anything in [0, P).
-    lengths: i32[B] or i32[B * R], tokens that a row sees with its own, at most W * page_size; length 0 gives zeros.
-    scale: factor of the logits, D**-0.5 unless given. window: only the last `window` tokens are seen, the current one
-    counted. soft_cap: logits become soft_cap * tanh(logits / soft_cap). sinks: [Hq], a logit that takes its share of
-    the softmax and adds nothing. value_size: for pages of one part, and only for those, how many of a row's first
-    numbers are V. Returns [B, Hq, D] in q's dtype, of pages of one part [B, Hq, value_size]; sums are in f32.
-    debug: refuse lengths that the table cannot hold and pages that the pool has not, by a call to the host under jit.
-    Raises KernelError with both values where arguments do not fit each other.
+    q: [B, Hq, D], f32 or bf16; query head h reads KV head h // (Hq // Hkv). [B * R, Hq, D] if each slot has R
+    consecutive rows, a token and its draft: TPUs and Hopper GPUs then read its pages once, not R times. kv_pages: [P,
+    Hkv, C, page_size, D], f32 or bf16, or QuantizedPages; only the pages that hold valid tokens count. page_table:
+    i32[B, W], the pages of a slot in order; entries past the slot's length may be anything in [0, P). lengths: i32[B]
+    or i32[B * R], tokens that a row sees including its own, at most W * page_size; length 0 gives zeros. scale: factor
+    of the logits, D**-0.5 by default. window: only the last `window` tokens are seen, the current one counted.
+    soft_cap: logits become soft_cap * tanh(logits / soft_cap). sinks: [Hq], a logit that takes its share of the softmax
+    and adds no value. value_size: for pages of one part, and only for those, how many of a row's first numbers are V.
+    Returns [B, Hq, D] in q's dtype, for pages of one part [B, Hq, value_size]; sums are in f32.
+
+    debug: refuses lengths that the table cannot hold and page ids outside the pool, by a call to the host under jit.
+
+    Raises KernelError with both values if arguments do not fit each other.
     """
     check_queries(q, kv_pages, sinks)
     slots, rows = page_table.shape[0], q.shape[0]
@@ -68,15 +70,13 @@ def paged_attention(
 
 
 def _row_by_row(attend: Callable[[PagedAttentionArgs], Array], args: PagedAttentionArgs) -> Array:
-    """Attends by code that knows one row for each slot.
-
-    That code cuts a slot's tokens by the row's length alone, so a row has the same bits whatever draft follows it.
-    """
+    """Runs attention with code that supports one row per slot. That code splits a slot's tokens by the row's length
+    alone, so a row has the same bits with any draft behind it."""
     return attend(replace(args, page_table=by_rows(args.page_table, args.q.shape[0])))
 
 
 def by_rows(page_table: Array, rows: int) -> Array:
-    """i32[B, W] -> i32[rows, W], each slot's as often as it has rows."""
+    """Repeats i32[B, W] to i32[rows, W], each slot's table for each of its rows."""
     return page_table if page_table.shape[0] == rows else jnp.repeat(page_table, rows // page_table.shape[0], axis=0)
 
 

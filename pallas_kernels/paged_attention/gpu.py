@@ -1,15 +1,16 @@
-"""Decode attention on a GPU (Pallas Triton): a slot's tokens are cut into parts, one program a part and KV head.
+"""Decode attention on a GPU (Pallas Triton): a slot's tokens are split into parts, one program per part and KV head.
 
-One long sequence so fills the chip (Flash-Decoding, Dao et al. 2023); a second kernel joins a slot's parts in their
-order. How a slot is cut follows from its own length: its bits depend neither on its company nor on the table's width.
-Programs whose part holds no visible token leave at once: time follows the tokens held. Tokens are gathered one by one
-through the page table, so a page may be of any size; those that nobody sees are not read.
+One long sequence then fills the chip (Flash-Decoding, Dao et al. 2023); a second kernel joins a slot's parts in their
+order. The split of a slot follows from its own length: its bits depend neither on other slots nor on the table's width.
+Programs whose part holds no visible token exit at once, so time follows the tokens held. Tokens are gathered one by one
+through the page table, so a page may have any size; unseen tokens are not read.
 
 Triton's arrays are powers of two, and a tensor core takes 16 rows: head sizes and groups are padded by masks, in
-registers alone. Softmax is online, in f32 and in base 2 (the chip's own exponential).
+registers only. Softmax is online, in f32 and in base 2 (the chip's native exponential).
 
-Compiled for an H100, head size 128, no register is spilled and pages come by asynchronous copies of 8 or 16 bytes;
-nothing is measured yet. jax 0.11.2 calls the Triton backend deprecated: what comes after `jax<0.12` may need another.
+Compiled for an H100, head size 128, no register is spilled and pages are fetched by asynchronous copies of 8 or 16
+bytes; no run has been measured. jax 0.11.2 calls the Triton backend deprecated: versions after `jax<0.12` may need
+another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,22 +43,22 @@ from pallas_kernels.triton_attention import (
 )
 from pallas_kernels.tuning import MOSAIC, tuned
 
-MAX_ROWS = 64  # query heads of one KV head in a program
-TILE_BYTES = 1 << 15  # of K and V in shared memory, for each stage of the pipeline
+MAX_ROWS = 64  # most query heads of one KV head in a program
+TILE_BYTES = 1 << 15  # bytes of K and V in shared memory per stage of the pipeline
 JOINED = 16  # parts joined in one step
-MAX_PARTS, PROGRAMS = 256, 8192  # of a slot and KV head; of a call, 60 for each core of an H100
-PART_NUMBERS = 1 << 23  # f32 numbers that wait to be joined: 32 MiB, whatever the lengths
-WIDE = 1 << 14  # sums of a program that four warps hold in registers
+MAX_PARTS, PROGRAMS = 256, 8192  # parts of a slot and KV head; programs of a call, 60 per core of an H100
+PART_NUMBERS = 1 << 23  # most f32 numbers that wait to be joined: 32 MiB at any lengths
+WIDE = 1 << 14  # most sums of a program that four warps hold in registers
 
 
 class Blocks(NamedTuple):
-    """How the work is cut. None of it may depend on the table's width, or the bits of a result would."""
+    """The split of the work. It must not depend on the table's width, or the bits of a result would."""
 
-    parts: int  # of a slot at most
-    tiles: int  # of a part at least
+    parts: int  # most parts of a slot
+    tiles: int  # fewest tiles of a part
     tile: int  # tokens of one step of a program's loop
     warps: int
-    stages: int  # of the loop's pipeline: tiles in flight
+    stages: int  # stages of the loop's pipeline: tiles in flight
 
 
 @partial(jax.jit, static_argnames=("blocks", "interpret"))
@@ -67,7 +68,7 @@ def paged_attention(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Array:
-    """As `pallas_kernels.paged_attention`; pools of bytes of 2 to 4 GiB go to XLA."""
+    """Computes `pallas_kernels.paged_attention`; pools of single bytes of 2 to 4 GiB are handled by XLA."""
     q, kv_pages, page_table, lengths, sinks = args.arrays
     if not within_reach(kv_pages):
         return xla.paged_attention(args)
@@ -101,10 +102,8 @@ def joined(
     interpret: bool,
     padded: tuple[int, int, int] = (1, 1, 1),
 ) -> Array:
-    """Top logit and sum f32 [slots, parts, rows], mixture [slots, parts, rows, D] -> [slots, heads, D].
-
-    padded: (query heads of a KV head, rows that they lie in, tokens of a slot that lie there).
-    """
+    """Joins top logit and sum f32 [slots, parts, rows] and mixture [slots, parts, rows, D] to [slots, heads, D].
+    padded: (query heads of a KV head, rows in which they are, tokens of a slot in those rows)."""
     slots, _, rows, size = partials[2].shape
     slots, heads = slots * padded[2], rows // padded[1] * padded[0]
     return pl.pallas_call(
@@ -120,18 +119,18 @@ def joined(
 
 
 def blocks_of(found: Mapping[str, int]) -> Blocks:
-    """Of a tuned choice, which may say whose it is."""
+    """Makes the blocks from a tuned choice, which may name its code."""
     return Blocks(*(found[name] for name in Blocks._fields))
 
 
 def rows_of_heads(groups: int) -> tuple[int, int]:
-    """Rows of a program, and how many programs a KV head's query heads take."""
+    """Returns the rows of a program, and how many programs a KV head's query heads need."""
     rows = min(max(MIN_ROWS, pl.next_power_of_2(groups)), MAX_ROWS)
     return rows, pl.cdiv(groups, rows)
 
 
 def choose_blocks(q: Array, kv_pages: Array | QuantizedPages, runs: Runs) -> Blocks:
-    """The tuned choice, or one that has enough programs in flight for memory to be the bound."""
+    """Returns the tuned choice, or one with enough programs in flight to be bound by memory."""
     values = stored(kv_pages)
     across = max(1, q.shape[0] * values.shape[1])
     found = tuned("paged_attention", q, kv_pages)
@@ -144,13 +143,14 @@ def choose_blocks(q: Array, kv_pages: Array | QuantizedPages, runs: Runs) -> Blo
 
 
 def tile_tokens(q: Array, kv_pages: Array | QuantizedPages, runs: Runs) -> int:
-    """Tokens whose K and V, in the dtype of the products, fill TILE_BYTES: a power of two."""
+    """Returns the tokens whose K and V, in the dtype of the products, fill TILE_BYTES: a power of two."""
     token_bytes = stored(kv_pages).shape[2] * padded_numbers(runs) * product_dtype(q.dtype, kv_pages).itemsize
     return max(16, min(128, pl.next_power_of_2(TILE_BYTES // token_bytes)))
 
 
 def cut(length, window: int | None, blocks: Blocks):
-    """(first visible token, first tile, tiles of a part, parts) of a slot: no more parts than there may be."""
+    """Returns (first visible token, first tile, tiles of a part, parts) of a slot, with at most `blocks.parts`
+    parts."""
     start = 0 if window is None else jnp.maximum(length - window, 0)
     first, stop = start // blocks.tile, pl.cdiv(length, blocks.tile)
     tiles = jnp.maximum(blocks.tiles, pl.cdiv(stop - first, blocks.parts))
@@ -171,7 +171,7 @@ def attend_part(
     row_blocks: int,
     rule: Rule,
 ):
-    """One part of one slot, for up to `rows` query heads of one KV head."""
+    """Computes one part of one slot, for up to `rows` query heads of one KV head."""
     slot, head_block, part = (pl.program_id(axis) for axis in range(3))
     groups, size = q_ref.shape[1] // stored(pool).shape[1], mixed_ref.shape[3]
     length = lengths_ref[slot]
@@ -203,7 +203,7 @@ def attend_part(
 
 
 def join_parts(top_ref, total_ref, mixed_ref, lengths_ref, sinks_ref, out_ref, *, blocks: Blocks, window, padded):
-    """One query head of one slot: its parts weighed by their shares of the softmax, in their own order."""
+    """Joins one query head of one slot: its parts weighted by their shares of the softmax, in order."""
     slot, head = pl.program_id(0), pl.program_id(1)
     groups, rows, times = padded
     held_by, row = slot // times, head // groups * rows + slot % times * groups + head % groups
@@ -224,7 +224,7 @@ def join_parts(top_ref, total_ref, mixed_ref, lengths_ref, sinks_ref, out_ref, *
         total = total * keep + jnp.sum(totals * share)
         return higher, total, mixed * keep + jnp.sum(mixes * share[:, None], axis=0)
 
-    # A sink takes part as a part that adds nothing.
+    # A sink counts as a part without values.
     sink = NEVER if sinks_ref is None else sinks_ref[head].astype(jnp.float32) * LOG2_E
     carry = jnp.float32(sink), jnp.float32(0.0 if sinks_ref is None else 1.0), jnp.zeros(dims.shape[0])
     _, total, mixed = lax.fori_loop(0, pl.cdiv(parts, JOINED), step, carry)

@@ -1,24 +1,24 @@
-"""Decode attention on Hopper GPUs (Pallas Mosaic GPU): pages come by TMA, both products are wgmma's.
+"""Decode attention on Hopper GPUs (Pallas Mosaic GPU): pages are loaded by TMA, both products are wgmma.
 
-The work is cut as in the Triton kernel: one warpgroup a part of a slot and KV head, and the same kernel joins a slot's
-parts. The query heads of a KV head are the first rows of the 64 that a wgmma takes; the others hold whatever shared
-memory held, and nothing of them leaves. A draft's rows lie behind those of the token that it follows (`Walk`). A
-ring of tiles is in flight: a tile's pages are two copies each, K and V, that arrive at one barrier, and two more of
-their scales where they are quantised.
+The work is split as in the Triton kernel: one warpgroup per part of a slot and KV head, and the same kernel joins a
+slot's parts. The query heads of a KV head are the first rows of the 64 that a wgmma takes. The other rows hold stale
+shared memory and are never stored. A draft's rows follow those of the token before it (`Walk`). A ring of tiles is in
+flight: a tile's pages are two copies each, K and V, that arrive at one barrier, and two more for their scales if they
+are quantised.
 
-How a row's tokens are cut into parts follows from its own length. Rows of a slot that are cut alike, as nearly always
-all are, go over the same tiles together; those that are cut in another way go over theirs in another run, in which the
-others see nothing. A tile that a row sees nothing of leaves its sums as they were, to the bit, and so a row has the
-same bits whatever draft stands beside it.
+The split of a row's tokens into parts follows from its own length. Rows of a slot with the same split, nearly always
+all, are computed over the same tiles together. Rows with another split are computed in another run, in which the other
+rows see no token. A tile of which a row sees no token leaves its sums unchanged, bit by bit, so a row has the same bits
+with any draft beside it.
 
-In attention to latents all query heads read one row of K, whose beginning is V as well (DeepSeek-V2, section 2.1.2):
-heads fill the rows of a wgmma. One block a part of a slot and 64 query heads. A third warpgroup brings tiles of latents
-by TMA, each once for logits and mixture; the other two mix a half of V each, for all of it would take every register
-that a thread may have. Both make all logits: of 576 numbers against 256 they are the greater part of the
-products, but those of both together (by the data sheet 3,300 cycles a tile of 64 tokens) are done before the
-next tile is read (5,100), and neither waits for the other.
+In attention over latents all query heads read one row of K, whose beginning is V as well (DeepSeek-V2, section 2.1.2):
+heads fill the rows of a wgmma. There is one block per part of a slot and 64 query heads. A third warpgroup loads tiles
+of latents by TMA, each once for logits and mixture. The other two mix half of V each, as all of it would take every
+register that a thread may have. Both compute all logits. Logits, with 576 numbers against 256, are the greater part of
+the products. The products of both together (by the data sheet 3,300 cycles per tile of 64 tokens) end before the next
+tile is read (5,100), and neither waits for the other.
 
-Compiled for an H100, nothing is spilled and rows of 576 take 216 KiB of shared memory. Nothing is measured yet.
+Compiled for an H100, no register is spilled and rows of 576 take 216 KiB of shared memory. No run has been measured.
 """
 
 from functools import partial
@@ -41,17 +41,17 @@ from pallas_kernels.triton_attention import LOG2_E, NEVER, Rule
 from pallas_kernels.tuning import MOSAIC, tuned
 from pallas_kernels.wire_format import decode_e4m3
 
-BLOCKS = 4 * 132  # of a call: four for each core of an H100, which has room for one at a time
+BLOCKS = 4 * 132  # blocks of a call: four per core of an H100, which runs one at a time
 
 
 class Rooms(NamedTuple):
-    """A ring of tiles in shared memory. The last three are of codes alone."""
+    """A ring of tiles in shared memory. The last three fields are for codes only."""
 
     k: Any  # [stages, tile, D]
     v: Any
-    arrived: Any  # a barrier a stage
+    arrived: Any  # one barrier per stage
     scales: Any = None  # f32 [stages, 2, tile]
-    wide_k: Any = None  # bf16 [tile, D], of the tile at hand
+    wide_k: Any = None  # bf16 [tile, D], the current tile
     wide_v: Any = None
 
     @staticmethod
@@ -65,7 +65,7 @@ class Rooms(NamedTuple):
         return [tiles, tiles, arrived, plgpu.SMEM((stages, 2, tile), jnp.float32), wide, wide]
 
     def fetch(self, pool: Held, page: Array, head: Array, offset: Array, seat: Any, page_size: int) -> None:
-        """Starts the tokens from `offset` of a page on their way: seat is (stage, first token in the tile, tokens)."""
+        """Starts the copy of tokens from `offset` of a page; seat: (stage, first token in the tile, tokens)."""
         stage, at, size = seat
         kv_heads = lax.axis_size("heads")
         row = (page * kv_heads + head) * 2 * page_size + offset
@@ -78,7 +78,7 @@ class Rooms(NamedTuple):
                 plgpu.copy_gmem_to_smem(scales, place, self.arrived.at[stage])
 
     def widen(self, stage: Array, chip: type[Chip], *, e4m3: bool) -> tuple[Any, Any]:
-        """K and V of a tile that arrived, as a wgmma reads them."""
+        """Returns K and V of a tile that arrived, in the layout that a wgmma reads."""
         if self.scales is None:
             return self.k.at[stage], self.v.at[stage]
         for room, wide in ((self.k, self.wide_k), (self.v, self.wide_v)):
@@ -89,7 +89,7 @@ class Rooms(NamedTuple):
         return self.wide_k, self.wide_v
 
     def scaled(self, array: Array, stage: Array, which: int, chip: type[Chip]) -> Array:
-        """[rows, tokens] times the scales of K (0) or V (1)."""
+        """Returns [rows, tokens] times the scales of K (0) or V (1)."""
         if self.scales is None:
             return array
         factors = chip.load(self.scales.at[stage, which], plgpu.Layout.WGMMA.reduce(0))
@@ -97,7 +97,7 @@ class Rooms(NamedTuple):
 
 
 def side_by_side(q: Array, kv_heads: int, times: int, rows: int) -> Array:
-    """[slots * times, Hq, D] -> [slots, kv_heads, rows, D]: a KV head's query heads of one token after another's."""
+    """Reorders [slots * times, Hq, D] to [slots, kv_heads, rows, D]: a KV head's query heads, token after token."""
     _, heads, size = q.shape
     grouped = q.reshape(-1, times, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
     grouped = grouped.reshape(-1, kv_heads, times * heads // kv_heads, size)
@@ -105,13 +105,13 @@ def side_by_side(q: Array, kv_heads: int, times: int, rows: int) -> Array:
 
 
 def rows_of(count: int) -> int:
-    """Rows that so many take: whole boxes, and whole wgmmas where one is too few."""
+    """Returns the rows needed for `count` rows: whole boxes, or whole wgmmas if one is too few."""
     return pl.cdiv(count, ROWS) * ROWS if count > ROWS else pl.cdiv(count, BOX) * BOX
 
 
 def visible_rows(lengths: Array, times: int, groups: int, window: int | None, blocks: Blocks) -> Array:
-    """i32 [slots, 2, ROWS]: what each row of a wgmma sees, and of which of its slot's rows it shares the cut; of slots
-    of one row, which nobody asks, nothing."""
+    """Returns i32 [slots, 2, ROWS]: the tokens that each row of a wgmma sees, and the row of its slot with the same
+    split. With one row per slot it is zeros and not used."""
     if times == 1:
         return jnp.zeros((1, 2, ROWS), jnp.int32)
     of_slots = lengths.reshape(-1, times)
@@ -125,12 +125,12 @@ def visible_rows(lengths: Array, times: int, groups: int, window: int | None, bl
 
 
 class Walk(NamedTuple):
-    """The tiles that a part of a slot goes over, run after run."""
+    """The tiles that a part of a slot is computed over, run after run."""
 
-    firsts: list[Any]  # tile of each run
+    firsts: list[Any]  # first tile of each run
     ends: list[Any]  # steps until each run's end
-    longest: Any  # tokens of the slot
-    start: Any  # the first token that a row sees; None where rows differ
+    longest: Any  # most tokens of the slot's rows
+    start: Any  # the first token that a row sees; None if rows differ
 
     @staticmethod
     def of(lengths: list[Any], part: Array, window: int | None, blocks: Blocks) -> "Walk":
@@ -156,7 +156,7 @@ class Walk(NamedTuple):
         return self.ends[-1]
 
     def at(self, step: Array) -> tuple[Array, Array]:
-        """The tile of a step, and whose run it is."""
+        """Returns the tile of a step, and the row whose run it is."""
         tile, run, begun = self.firsts[0] + step, jnp.int32(0), self.ends[0]
         for index in range(1, len(self.firsts)):
             later = step >= begun
@@ -165,7 +165,7 @@ class Walk(NamedTuple):
         return tile, run
 
     def seen(self, token: Array, run: Array, told: Any, window: int | None, chip: type[Chip]) -> Array:
-        """bool [rows, tokens]. told: i32 [2, ROWS] of `visible_rows`."""
+        """Returns bool [rows, tokens]: the visible ones. told: i32 [2, ROWS] of `visible_rows`."""
         if len(self.firsts) == 1:
             return (token < self.longest) & (token >= self.start)
         lengths, runs = (chip.load(told.at[which], plgpu.Layout.WGMMA.reduce(1)) for which in range(2))
@@ -174,7 +174,7 @@ class Walk(NamedTuple):
 
 
 def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
-    """The tuned choice, or parts as for Triton, of the least tiles: three of a head of 128 are 96 KiB."""
+    """Returns the tuned choice, or parts as for Triton, of the smallest tiles: three for a head of 128 are 96 KiB."""
     found = tuned("paged_attention", q, kv_pages)
     if found.get(MOSAIC):
         return blocks_of(found)
@@ -189,8 +189,8 @@ def paged_attention(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
-    """As `pallas_kernels.paged_attention`, of what `mosaic.fits_widened` or `mosaic.fits_latents`. interpret: the
-    interpreter's parameters."""
+    """Computes `pallas_kernels.paged_attention` for arguments of `mosaic.fits_widened` or `mosaic.fits_latents`.
+    interpret: the interpreter's parameters."""
     q, kv_pages, page_table, lengths, sinks = args.arrays
     if args.value_size is not None:
         return attend_latents(args, blocks=blocks, interpret=interpret)
@@ -226,7 +226,7 @@ def paged_attention(
 
 
 def scratch(blocks: Blocks, page_size: int, size: int, *, codes: bool) -> list[Any]:
-    """The rows of a KV head, sums, who waits for the first, and tiles of K and of V."""
+    """Returns the scratch shapes: the rows of a KV head, sums, the barrier of the first, and tiles of K and V."""
     return [
         mosaic.swizzled(ROWS, size),
         plgpu.SMEM((ROWS, size), jnp.float32),
@@ -248,8 +248,8 @@ def attend_part(
     chip: type[Chip],
     kind: str | None,
 ):
-    """One part of one slot, all query heads of one KV head. `refs` are the pool and its scales, what leaves, and what
-    `scratch` says. kind: dtype of the pool's codes."""
+    """Computes one part of one slot, all query heads of one KV head. `refs` are the pool and its scales, the results,
+    and the scratch. kind: dtype of the pool's codes."""
     pool, refs = Held(refs[0], refs[1] if kind else None), refs[2 if kind else 1 :]
     (top_ref, total_ref, mixed_ref), (q_smem, mixed_smem, sums_smem, q_barrier, *tiles_smem) = refs[:3], refs[3:]
     rooms = Rooms(*tiles_smem)
@@ -261,7 +261,7 @@ def attend_part(
     own = ((slot * lax.axis_size("parts") + part) * kv_heads + head) * rows
 
     def fetch(step):
-        """Starts K and V of a tile on their way; of pages past the end, those of the null page."""
+        """Starts the copy of K and V of a tile; pages past the end are read as the null page."""
         (index, _), buffer, length = walk.at(step), lax.rem(step, stages), walk.longest
         for at in range(0, tile, page_size):
             token = index * tile + at
@@ -317,7 +317,7 @@ def attend_part(
 
 
 def choose_latent_blocks(q: Array, kv_pages: Array, value_size: int) -> Blocks:
-    """The tuned choice, or enough parts for every core, of four tiles at least."""
+    """Returns the tuned choice, or enough parts for every core, of at least four tiles."""
     found = tuned("paged_attention", q, kv_pages)
     if found.get(MOSAIC):
         return blocks_of(found)
@@ -334,7 +334,8 @@ def attend_latents(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
-    """As `pallas_kernels.paged_attention`, of what `mosaic.fits_latents`. interpret: parameters of the interpreter."""
+    """Computes `pallas_kernels.paged_attention` for arguments of `mosaic.fits_latents`; interpret: the interpreter's
+    parameters."""
     q, kv_pages, page_table, lengths, sinks = args.arrays
     value_size = args.value_size
     assert value_size is not None and not isinstance(kv_pages, QuantizedPages)
@@ -379,7 +380,7 @@ def attend_latents(
 
 
 def latent_scratch(blocks: Blocks, page_size: int, size: int) -> list[Any]:
-    """Rows of queries, who waits for them, and a ring of tiles."""
+    """Returns the scratch shapes: rows of queries, their barrier, and a ring of tiles."""
     copies = max(1, blocks.tile // page_size)
     return [
         mosaic.swizzled(ROWS, size),
@@ -408,7 +409,7 @@ def attend_latent_part(
     rows: int,
     chip: type[Chip],
 ):
-    """One part of one slot, up to 64 query heads of one KV head."""
+    """Computes one part of one slot, up to 64 query heads of one KV head."""
     names = "slots", "heads", "row_blocks", "parts", "warpgroup"
     slot, head, row_block, part, warpgroup = map(lax.axis_index, names)
     kv_heads, row_blocks = lax.axis_size("heads"), lax.axis_size("row_blocks")

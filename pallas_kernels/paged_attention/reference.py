@@ -1,4 +1,4 @@
-"""Decode attention, the definition: gather everything, mask, softmax. Slow and plain on purpose."""
+"""Decode attention, the definition: gathers everything, masks, softmax. Slow and plain on purpose."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,8 @@ from pallas_kernels.quantized import QuantizedPages, dequantize
 def paged_attention(
     args: PagedAttentionArgs,
 ) -> Array:
-    """q [B, Hq, D], kv_pages [P, Hkv, C, page_size, D], page_table i32[B, W], lengths i32[B] -> [B, Hq, D].
-
-    V is the last part: with K as the only one, and a `value_size`, so many of K's first numbers.
-    """
+    """Computes q [B, Hq, D], kv_pages [P, Hkv, C, page_size, D], page_table i32[B, W], lengths i32[B] -> [B, Hq, D]. V
+    is the last part. If K is the only part, V is the first `value_size` numbers of K."""
     q, kv_pages, page_table, lengths, sinks = args.arrays
     kv_pages = dequantize(kv_pages) if isinstance(kv_pages, QuantizedPages) else kv_pages
     slots, heads, _ = q.shape

@@ -1,10 +1,10 @@
-"""Decode attention on a TPU (Mosaic): one grid step a slot, its pages fetched block by block, one block ahead.
+"""Decode attention on a TPU (Mosaic): one grid step per slot, its pages fetched block by block, one block ahead.
 
-Slots are dealt to the cores of the chip by the tokens they hold. The softmax runs online in f32 (Milakov and Gimelshein
-2018). Time follows the tokens held. The rows of a slot with a draft are so many more query heads, each with a length
-of its own: a slot's pages are read once. How its tokens are cut into blocks follows from no length, so a row's bits do
-not depend on the draft. Quantised pages stay small all the way into VMEM: logits are multiplied by the
-scales of K, weights by those of V, once a token instead of once a number.
+Slots are distributed over the cores of the chip by the tokens they hold. The softmax runs online in f32 (Milakov and
+Gimelshein 2018). Time follows the tokens held. The rows of a slot with a draft are further query heads, each with a
+length of its own: a slot's pages are read once. The split of its tokens into blocks does not depend on lengths, so a
+row's bits do not depend on the draft. Quantised pages are fetched into VMEM as codes: logits are multiplied by the
+scales of K, weights by those of V, once per token instead of once per number.
 """
 
 from dataclasses import replace
@@ -33,9 +33,9 @@ from pallas_kernels.tpu_blocks import (
 )
 from pallas_kernels.tuning import tuned
 
-BLOCK_BYTES = 1 << 20  # of K and V in VMEM; two such blocks hide the latency of HBM, and more would not fit f32 copies
+BLOCK_BYTES = 1 << 20  # K and V in VMEM; two blocks hide the latency of HBM, and more would not fit f32 copies
 BLOCK_TOKENS = 1024
-TABLE_BYTES = 1 << 18  # of a page table in SMEM, a quarter of it
+TABLE_BYTES = 1 << 18  # most bytes of a page table in SMEM, a quarter of it
 NOWHERE = jnp.iinfo(jnp.int32).max
 
 
@@ -47,7 +47,7 @@ def paged_attention(
     cores: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
-    """As `pallas_kernels.paged_attention`. Tables too large for SMEM go a few slots at a time."""
+    """Computes `pallas_kernels.paged_attention`. Tables too large for SMEM are processed a few slots at a time."""
     q, kv_pages, page_table, lengths, _ = args.arrays
     slots, times = max(1, TABLE_BYTES // (4 * page_table.shape[1])), q.shape[0] // page_table.shape[0]
     a_row_each: Any = jax.ShapeDtypeStruct((page_table.shape[0], *q.shape[1:]), q.dtype)  # a choice is by slots
@@ -69,12 +69,12 @@ def attend_slots(
     cores: int,
     interpret: bool | pltpu.InterpretParams,
 ) -> Array:
-    """One kernel: `pages` of a slot at a time, twice that in VMEM."""
+    """Runs one kernel over slots: `pages` of a slot at a time, twice that in VMEM."""
     q, kv_pages, page_table, lengths, sinks = args.arrays
     (slots, width), (rows, heads, size) = page_table.shape, q.shape
     kv_heads, times = stored(kv_pages).shape[1], rows // slots
     cores = min(cores, slots)
-    spare = -slots % cores  # slots that hold nothing, so that each core has as many
+    spare = -slots % cores  # empty slots, so that each core has the same number
     grouped = q.reshape(slots, times, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
     grouped = jnp.pad(grouped, ((0, spare), *[(0, 0)] * 4)).reshape(-1, kv_heads, times * heads // kv_heads, size)
     lengths = jnp.pad(lengths.reshape(slots, times), ((0, spare), (0, 0)))
@@ -112,13 +112,13 @@ def attend_slots(
 
 
 def sinks_of_rows(sinks: Array | None, heads: int, kv_heads: int, times: int) -> Array:
-    """Logits [Hkv, rows and groups, 1]; NEVER where there are none, and then they take no share."""
+    """Returns logits [Hkv, rows and groups, 1]; NEVER without sinks, which then take no share."""
     sinks = jnp.full(heads, NEVER) if sinks is None else sinks
     return jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, 1, -1), (1, times, 1)).reshape(kv_heads, -1, 1)
 
 
 def pages_of_block(kv_pages: Array | QuantizedPages) -> int:
-    """Pages fetched together where nothing was measured."""
+    """Returns the pages fetched together without a measurement."""
     page_size = stored(kv_pages).shape[3]
     return max(1, min(BLOCK_BYTES // page_bytes(kv_pages), BLOCK_TOKENS // page_size))
 
@@ -144,13 +144,13 @@ def attend_slot(
     window: int | None,
     soft_cap: float | None,
 ):
-    """One slot, of so many rows."""
+    """Computes one slot with `times` rows."""
     _, _, parts, pages, page_size, _ = stored(room).shape
     tokens = pages * page_size
     core = pl.program_id(0) * pl.num_programs(1)
 
     def visible(at):
-        """The slot, the first token that a row of it sees and the token after the last."""
+        """Returns the slot, the first token that a row of it sees and the token after the last."""
         slot = order_ref[core + at]
         return slot, start_ref[slot], longest_ref[slot]
 
@@ -192,5 +192,5 @@ def attend_slot(
     top = sinks_ref[...]
     carry = top, jnp.where(top > NEVER, 1.0, 0.0), jnp.zeros(out_ref.shape[1:], jnp.float32)
     _, total, mixed = blocks.walk(step, carry)
-    mixed = jnp.where(length > 0, mixed / jnp.where(total > 0, total, 1.0), 0.0)  # a row that sees nothing
+    mixed = jnp.where(length > 0, mixed / jnp.where(total > 0, total, 1.0), 0.0)  # a row that sees no token
     out_ref[0] = mixed.astype(out_ref.dtype)

@@ -1,9 +1,9 @@
 """Decode attention for XLA, written for the CPU: a list of tiles that hold tokens, read a few at a time.
 
-A *tile* is a few pages of one slot. The tiles of all slots that hold visible tokens make one list; a loop with a
-dynamic bound gathers a few of them into a buffer the size of a core's cache and takes both products there; each tile's
+A tile is a few pages of one slot. The tiles of all slots that hold visible tokens make one list. A loop with a dynamic
+bound gathers a few of them into a buffer the size of a core's cache and computes both products there. Each tile's
 softmax is then joined with its slot's others (Flash-Decoding, Dao et al. 2023). Time therefore follows the tokens held,
-whatever the table's width or the longest slot, and no copy of the context is ever made.
+not the table's width or the longest slot, and the context is never copied.
 
 For 8 slots of 512 tokens, 8/4 heads of 64, f32, a layer takes 1.8 to 2.7 times the processor time of copying its pages,
 at 2,048 tokens 1.6 (`benchmarks/kernels.py`, several runs on a busy machine). Pages must hold finite numbers, past a
@@ -20,24 +20,24 @@ from pallas_kernels.quantized import QuantizedPages, stored
 
 NEVER = -1e30  # a logit no softmax sees, finite so that NEVER - NEVER is 0
 TILE_TOKENS = 128
-STEP_BYTES = 1 << 20  # of K and V in f32: a step's gather stays in a core's second-level cache
+STEP_BYTES = 1 << 20  # K and V in f32: a step's gather stays in a core's second-level cache
 MAX_TILES_A_STEP = 1
 
 
 class Tiles(NamedTuple):
-    """The tiles with something to read, slot after slot; N is how many the whole table could have, in whole steps."""
+    """The tiles with visible tokens, slot after slot; N is the most that the whole table could have, in whole steps."""
 
     slot: Array  # i32[N]
     pages: Array  # i32[N, pages of a tile]
     low: Array  # i32[N], first visible token, counted from the tile's start; may be negative
     high: Array  # i32[N], the token after the last visible one; may be past the tile
     total: Array  # i32[], how many of the N are real
-    first: Array  # i32[B], where each slot's tiles begin in the list
-    held: Array  # i32[B], how many it has
+    first: Array  # i32[B], index of each slot's first tile in the list
+    held: Array  # i32[B], number of each slot's tiles
 
 
 class Partials(NamedTuple):
-    """The softmax of each tile of the list by itself."""
+    """The softmax of each tile of the list."""
 
     top: Array  # f32[N, Hkv, G], the largest logit
     total: Array  # f32[N, Hkv, G], the sum of weights exp(logit - top)
@@ -47,7 +47,7 @@ class Partials(NamedTuple):
 def paged_attention(
     args: PagedAttentionArgs,
 ) -> Array:
-    """As `pallas_kernels.paged_attention`."""
+    """Computes `pallas_kernels.paged_attention`, see there."""
     q, kv_pages, page_table, lengths, sinks = args.arrays
     slots, heads, size = q.shape
     _, kv_heads, parts, page_size, _ = stored(kv_pages).shape
@@ -77,20 +77,16 @@ def paged_attention(
 
 
 def scores(queries: Array, keys: Array) -> Array:
-    """[N, Hkv, G, D] by [N, Hkv, S, D] -> [N, Hkv, G, S], K as the left operand.
-
-    XLA's CPU products pack the right operand at every call, and K is the larger one; the barriers keep the order.
-    """
+    """Multiplies [N, Hkv, G, D] by [N, Hkv, S, D] to [N, Hkv, G, S], K as the left operand. XLA's CPU products pack the
+    right operand at every call, and K is the larger one; the barriers keep the order."""
     turned = lax.optimization_barrier(jnp.swapaxes(queries, 2, 3))
     return jnp.swapaxes(lax.optimization_barrier(jnp.einsum("nhsd,nhdg->nhsg", keys, turned)), 2, 3)
 
 
 def merged(parts: Partials, tiles: Tiles, grouped: Array, sinks: Array | None) -> Array:
-    """Each slot's tiles joined in their own order, [B, Hkv, G, D].
-
-    A slot's result must not depend on its neighbours, to the last bit: a draw with a seed is to be the same in any
-    company. So tiles are summed by their place in the slot, one after another, and not by the step they were read in.
-    """
+    """Joins each slot's tiles in their own order, [B, Hkv, G, D]. A slot's result must not depend on other slots, to
+    the last bit: a sample with a seed is the same in any batch. So tiles are summed in their order in the slot, one
+    after another, and not by the step in which they were read."""
 
     def join(column: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, mixed = carry
@@ -106,7 +102,8 @@ def merged(parts: Partials, tiles: Tiles, grouped: Array, sinks: Array | None) -
 
 
 def tile_shape(rows: int, page_size: int, size: int, table: tuple[int, ...]) -> tuple[int, int]:
-    """Pages of a tile, tiles of a step: no more of either than the table [rows, W] can use. rows: of a token's K, V."""
+    """Returns the pages of a tile and the tiles of a step, at most those that the table [rows, W] can use; rows: of a
+    token's K, V."""
     tile_pages = min(max(1, TILE_TOKENS // page_size), table[1])
     tile_bytes = tile_pages * page_size * rows * size * 4
     most = table[0] * -(-table[1] // tile_pages)
@@ -116,7 +113,7 @@ def tile_shape(rows: int, page_size: int, size: int, table: tuple[int, ...]) -> 
 def list_tiles(
     page_table: Array, lengths: Array, *, page_size: int, tile_pages: int, width: int, window: int | None
 ) -> Tiles:
-    """The work of one call. It reads no KV, so XLA computes it once for all layers of a program."""
+    """Returns the tiles of one call. It reads no KV, so XLA computes it once for all layers of a program."""
     slots, pages = page_table.shape
     columns, tile_tokens = -(-pages // tile_pages), tile_pages * page_size
     table = jnp.pad(page_table, ((0, 0), (0, columns * tile_pages - pages))).reshape(slots, columns, tile_pages)
@@ -133,15 +130,13 @@ def list_tiles(
 
 
 def read_tiles(kv_pages: Array | QuantizedPages, pages: Array) -> tuple[Array, Array]:
-    """i32[N, pages] -> K and V, f32[N, Hkv, pages * page_size, D] each; of pages of one part K twice.
+    """Gathers i32[N, pages] -> K and V, f32[N, Hkv, pages * page_size, D] each; for pages of one part K twice.
 
-    (V is then the first numbers of each row: to take the whole mixture's first numbers in the end costs an eighth more
-    of a product, to cut rows costs a copy of each.)
-
-    Rows of a head's page are gathered flat, K and V apart, and given their shape only when they are there. A loop whose
-    last dimension is as short as D is unrolled by LLVM into copies of single numbers, and XLA would make such a loop of
-    the gather, fused with the reshape, or of slices that part K from V. It fuses across everything but the end of a
-    branch: hence the condition, which always holds.
+    V is then the first numbers of each row: taking the whole mixture's first numbers in the end costs an eighth more of
+    a product, slicing rows costs a copy of each. Rows of a head's page are gathered flat, K and V separately, and
+    reshaped only afterwards. A loop whose last dimension is as short as D is unrolled by LLVM into copies of single
+    numbers. XLA would make such a loop of the gather fused with the reshape, or of slices that separate K from V. It
+    fuses across everything but the end of a branch: hence the condition, which is always true.
     """
     pool, kv_heads, parts, page_size, size = stored(kv_pages).shape
     heads = jnp.arange(kv_heads)[None, :, None]
@@ -157,7 +152,7 @@ def read_tiles(kv_pages: Array | QuantizedPages, pages: Array) -> tuple[Array, A
         scales = kv_pages.scales.reshape(pool * kv_heads * parts, page_size, 1)
         return tuple(scaled(numbers, scales[at]) for numbers, at in zip(found, each, strict=True))
 
-    # Made of both arguments, so that inside `shard_map` it is known to differ from shard to shard as what is read does.
+    # Made from both arguments, so that inside `shard_map` its shards differ as those of the result do.
     nothing = jnp.zeros_like(stored(kv_pages), jnp.float32, shape) + jnp.zeros_like(pages, jnp.float32, ())
     found = lax.cond(pages[0, 0] >= 0, gather, lambda: (nothing,) * parts)
     keys, *values = (part.reshape(*rows.shape[:2], -1, size) for part in found)
@@ -165,15 +160,13 @@ def read_tiles(kv_pages: Array | QuantizedPages, pages: Array) -> tuple[Array, A
 
 
 def scaled(rows: Array, scales: Array) -> Array:
-    """f32[..., page_size * D] times f32[..., page_size, 1], a scale a token."""
+    """Multiplies f32[..., page_size * D] by f32[..., page_size, 1], one scale per token."""
     return (rows.reshape(*scales.shape[:-1], -1) * scales).reshape(rows.shape)
 
 
 def first_carry(queries: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
-    """Maximum, sum and mixture of a softmax that has seen its sinks alone: queries [..., D] -> [...], [...], [..., D].
-
-    Made from the queries, so that inside `shard_map` they are known to differ from shard to shard as the queries do.
-    """
+    """Returns maximum, sum and mixture of a softmax over the sinks alone: queries [..., D] -> [...], [...], [..., D].
+    Made from the queries, so that inside `shard_map` its shards differ as those of the queries do."""
     top, mixed = jnp.full_like(queries[..., 0], NEVER), jnp.zeros_like(queries)
     if sinks is None:
         return top, jnp.zeros_like(top), mixed

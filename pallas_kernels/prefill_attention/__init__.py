@@ -35,17 +35,20 @@ def prefill_attention(
     value_size: int | None = None,
     debug: bool = False,
 ) -> Array:
-    """Causal attention of the last tokens of S sequences, packed one after another, to all tokens of their sequence.
+    """Computes causal attention of the last tokens of S sequences, packed one after another, to all tokens of their
+    sequence.
 
     q: [T, Hq, D], f32 or bf16. Sequence s owns rows cu_q_lens[s]:cu_q_lens[s + 1]; they are the last of its kv_lens[s]
     tokens, whose K and V are in its pages already, this chunk's and any cached prefix's. Rows from cu_q_lens[S] on are
-    padding and give zeros; a sequence may own no row.
-    kv_pages: [P, Hkv, C, page_size, D], f32 or bf16, or QuantizedPages. page_table: i32[S, W]. kv_lens: i32[S], at most
-    W * page_size and at least the sequence's rows. cu_q_lens: i32[S + 1], 0 first, never falling.
-    scale, window, soft_cap, sinks, value_size: as in `paged_attention`, the window counted from each query's own
-    position. Returns [T, Hq, D] in q's dtype, of pages of one part [T, Hq, value_size]; sums are in f32.
-    debug: refuse what breaks these rules, and pages that the pool has not, by a call to the host under jit.
-    Raises KernelError with both values where arguments do not fit each other.
+    padding and give zeros; a sequence may own no row. kv_pages: [P, Hkv, C, page_size, D], f32 or bf16, or
+    QuantizedPages. page_table: i32[S, W]. kv_lens: i32[S], at most W * page_size and at least the sequence's rows.
+    cu_q_lens: i32[S + 1], 0 first, never falling. scale, window, soft_cap, sinks, value_size: as in `paged_attention`,
+    the window counted from each query's own position. Returns [T, Hq, D] in q's dtype, for pages of one part [T, Hq,
+    value_size]; sums are in f32.
+
+    debug: refuses arguments that break these rules, and page ids outside the pool, by a call to the host under jit.
+
+    Raises KernelError with both values if arguments do not fit each other.
     """
     check_queries(q, kv_pages, sinks)
     sequences = page_table.shape[0]

@@ -1,8 +1,8 @@
-"""Prefill attention on a GPU (Pallas Triton): one program a block of query rows and KV head, over the tiles it sees.
+"""Prefill attention on a GPU (Pallas Triton): one program per block of query rows and KV head, over the tiles it sees.
 
 The blocks are those of the XLA code, each of one sequence, those with the most tiles first, so that short ones fill the
-gaps at the end. All query heads of a KV head lie in one block next to each other: a tile is loaded once for them, and
-a block spans few tokens, so that little is computed past the diagonal. The inner loop is decode attention's.
+gaps at the end. All query heads of a KV head are adjacent in one block: a tile is loaded once for them, and a block
+spans few tokens, so that little is computed past the diagonal. The inner loop is decode attention's.
 """
 
 from functools import partial
@@ -34,16 +34,16 @@ from pallas_kernels.triton_attention import (
 )
 from pallas_kernels.tuning import MOSAIC, tuned
 
-ROW_BYTES = 1 << 15  # of queries in a block, as the products take them: 128 rows of 128 numbers in bf16
+ROW_BYTES = 1 << 15  # queries of a block in the dtype of products: 128 rows of 128 numbers in bf16
 MAX_ROWS = 128  # two warp groups of 64 rows, Hopper's matrix instruction
-TILE_BYTES = 1 << 15  # of K and V, for each stage of the pipeline
+TILE_BYTES = 1 << 15  # K and V per stage of the pipeline
 
 
 class Blocks(NamedTuple):
-    """How the work is cut; all powers of two."""
+    """The split of the work; all fields are powers of two."""
 
-    rows: int  # of a block: query tokens times the query heads of a KV head
-    tile: int  # KV tokens of a step
+    rows: int  # rows of a block: query tokens times the query heads of a KV head
+    tile: int  # KV tokens per step
     warps: int
     stages: int
 
@@ -55,7 +55,7 @@ def prefill_attention(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Array:
-    """As `pallas_kernels.prefill_attention`; pools of bytes of 2 to 4 GiB go to XLA."""
+    """Computes `pallas_kernels.prefill_attention`; pools of single bytes of 2 to 4 GiB are handled by XLA."""
     q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
     if not within_reach(kv_pages):
         return xla.prefill_attention(args)
@@ -83,7 +83,8 @@ def prefill_attention(
 
 
 def choose_blocks(q: Array, kv_pages: Array | QuantizedPages, runs: Runs) -> Blocks:
-    """The tuned choice, or one whose sums stay in registers and whose tiles leave room for two programs a core."""
+    """Returns the tuned choice, or one whose sums stay in registers and whose tiles leave room for two programs per
+    core."""
     values, products = stored(kv_pages), product_dtype(q.dtype, kv_pages)
     found = tuned("prefill_attention", q, kv_pages)
     if found and not found.get(MOSAIC):
@@ -113,7 +114,7 @@ def attend_block(
     tile: int,
     rule: Rule,
 ):
-    """One block. Its rows are `query_rows` tokens, of each the query heads of a KV head: `lanes` of them."""
+    """Computes one block. Its rows are `query_rows` tokens, with `lanes` query heads of a KV head each."""
     block, head_block = pl.program_id(0), pl.program_id(1)
     groups, size = q_ref.shape[1] // stored(pool).shape[1], out_ref.shape[2]
 

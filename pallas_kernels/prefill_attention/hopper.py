@@ -1,24 +1,23 @@
-"""Prefill attention on Hopper GPUs (Pallas Mosaic GPU): two warpgroups multiply, a third brings pages by TMA.
+"""Prefill attention on Hopper GPUs (Pallas Mosaic GPU): two warpgroups multiply, a third loads pages by TMA.
 
 The blocks are those of the Triton kernel, each of one sequence, those with the most tiles first. A warpgroup has the 64
-rows that a wgmma takes: all query heads of a KV head, for as many tokens as have room. Both warpgroups read the same
-tiles of K and V; a tile's buffer is filled anew when both said that they are done with it. Rows of queries come and
-results go token by token, so that a block may begin and end anywhere in a packed chunk: what lies past its end is
-another sequence's, or nobody's.
+rows that a wgmma takes: all query heads of a KV head, for as many tokens as fit. Both warpgroups read the same tiles of
+K and V; a tile's buffer is refilled when both have released it. Rows of queries are loaded and results stored token by
+token, so that a block may begin and end anywhere in a packed chunk: the rows past its end belong to another sequence or
+are padding.
 
-Codes of 8 bits are widened by the warpgroup that brings them, so that those that multiply find bf16 either way.
+Codes of 8 bits are widened by the loading warpgroup, so that the others always find bf16.
 
-Compiled for an H100, nothing is spilled; with heads of 128 a block takes 192 KiB of shared memory, of codes 210, so
-that a core has one. Nothing is measured yet.
+Compiled for an H100, no register is spilled. With heads of 128 a block takes 192 KiB of shared memory, with codes 210,
+so that a core has one. No run has been measured.
 
-Attention to latents is cut as in decode (`paged_attention/hopper.py`): two warpgroups make all logits of a block's 64
-rows and mix a half of V each, a third brings tiles, each once for both. A block is the query heads of as many tokens
-as fill
-64 rows, or 64 of one token's heads: rows that lie side by side in the chunk, so that one copy brings them, and those of
-the last block that there are not are others' before it, multiplied in vain. What is mixed leaves from where the queries
-lay, eight rows a copy.
+Attention over latents is split as in decode (`paged_attention/hopper.py`): two warpgroups compute all logits of a
+block's 64 rows and mix half of V each, a third loads tiles, each once for both. A block is the query heads of as many
+tokens as fill 64 rows, or 64 of one token's heads: adjacent rows of the chunk, loaded by one copy. Missing rows of the
+last block are replaced by rows before it, whose results are discarded. The mixture is stored from the shared memory of
+the queries, eight rows per copy.
 
-Compiled for an H100, nothing is spilled and rows of 576 take 216 KiB of shared memory. Nothing is measured yet.
+Compiled for an H100, no register is spilled and rows of 576 take 216 KiB of shared memory. No run has been measured.
 """
 
 from functools import partial
@@ -51,34 +50,34 @@ from pallas_kernels.triton_attention import LOG2_E, NEVER
 from pallas_kernels.triton_attention import Rule as SoftmaxRule
 from pallas_kernels.tuning import MOSAIC, tuned
 
-WARPGROUPS = 2  # that multiply
-REGISTERS_OF_CODES = 192, 128  # where those that bring them widen them too
+WARPGROUPS = 2  # multiplying warpgroups
+REGISTERS_OF_CODES = 192, 128  # if the loading warpgroup widens codes
 
 
 class Blocks(NamedTuple):
-    """How the work is cut."""
+    """The split of the work into tiles."""
 
-    tile: int  # KV tokens of a step
+    tile: int  # KV tokens per step
     stages: int  # tiles in flight
 
 
 class Rule(NamedTuple):
-    """What is computed, the same for every block."""
+    """The parameters of attention that are the same for every block."""
 
     scale: float
     window: int | None
     soft_cap: float | None
-    groups: int  # query heads of a KV head
+    groups: int  # query heads per KV head
 
     @property
     def tokens(self) -> int:
-        """Whose query heads fill a warpgroup's rows."""
+        """Returns the tokens whose query heads fill a warpgroup's rows."""
         return ROWS // self.groups
 
 
 def choose_blocks(q: Array, kv_pages: Array | QuantizedPages) -> Blocks:
-    """The tuned choice, or two tiles in flight: with heads of 128 they are 128 KiB. Of codes, which lie there twice,
-    three of half as many tokens: 144 KiB."""
+    """Returns the tuned choice, or two tiles in flight: 128 KiB with heads of 128. Codes are in shared memory twice:
+    three tiles of half as many tokens, 144 KiB."""
     found = tuned("prefill_attention", q, kv_pages)
     if found.get(MOSAIC):
         return Blocks(found["tile"], found["stages"])
@@ -92,10 +91,10 @@ def prefill_attention(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> Array:
-    """As `pallas_kernels.prefill_attention`, of what `mosaic.fits_widened` or `mosaic.fits_latent_chunks`. interpret:
-    parameters of the interpreter."""
+    """Computes `pallas_kernels.prefill_attention` for arguments of `mosaic.fits_widened` or
+    `mosaic.fits_latent_chunks`. interpret: parameters of the interpreter."""
     q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
-    if args.value_size is not None:  # cut in one way, whatever `blocks` are
+    if args.value_size is not None:  # latents have one split, `blocks` is not used
         return attend_latents(args, interpret=interpret)
     tokens, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
@@ -122,7 +121,7 @@ def prefill_attention(
 
 
 def row_sinks(sinks: Array | None, kv_heads: int, rule: Rule) -> Array:
-    """f32 [kv_heads, ROWS] in base 2: where each row's softmax begins."""
+    """Returns f32 [kv_heads, ROWS] in base 2: the initial logit of each row's softmax."""
     if sinks is None:
         return jnp.full((kv_heads, ROWS), NEVER, jnp.float32)
     own = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, -1) * LOG2_E, (1, rule.tokens))
@@ -130,7 +129,7 @@ def row_sinks(sinks: Array | None, kv_heads: int, rule: Rule) -> Array:
 
 
 def scratch(blocks: Blocks, page_size: int, size: int, rule: Rule, *, codes: bool) -> list[Any]:
-    """Rows as they come and go and as a wgmma reads them, who waits for them, and tiles of K and of V."""
+    """Returns the scratch shapes: rows as stored in HBM and as a wgmma reads them, barriers, and tiles of K and V."""
     return [
         plgpu.SMEM((WARPGROUPS, ROWS, size), jnp.bfloat16),
         mosaic.swizzled(WARPGROUPS, ROWS, size),
@@ -142,7 +141,7 @@ def scratch(blocks: Blocks, page_size: int, size: int, rule: Rule, *, codes: boo
 def attend_block(
     q_ref, table_ref, spans_ref, sinks_ref, *refs, blocks: Blocks, rule: Rule, page_size: int, chip, kind: str | None
 ):
-    """One block and KV head. `refs` are the pool and its scales, what leaves, and what `scratch` says. kind: dtype of
+    """Computes one block and KV head. `refs` are the pool and its scales, the results, and the scratch. kind: dtype of
     the pool's codes."""
     pool, refs = Held(refs[0], refs[1] if kind else None), refs[2 if kind else 1 :]
     (out_ref, rows_smem, q_smem, q_barriers), rooms = refs[:4], rooms_of(refs[4:])
@@ -177,7 +176,7 @@ def attend_block(
 
 
 class Rows(NamedTuple):
-    """A warpgroup's rows: where in the chunk they are, and where they wait."""
+    """The rows of a warpgroup: their position in the chunk and their buffers."""
 
     q_ref: Any
     out_ref: Any
@@ -195,7 +194,7 @@ class Rows(NamedTuple):
         plgpu.barrier_wait(barrier)
 
     def leave(self, count: Array, rule: Rule) -> None:
-        """The first `count` tokens' rows."""
+        """Stores the rows of the first `count` tokens."""
 
         @pl.loop(0, jnp.clip(count, 0, rule.tokens))
         def _(token):
@@ -206,9 +205,9 @@ class Rows(NamedTuple):
 
 
 def attend_tiles(queries, rooms: tuple[Room, Room], span, blocks: Blocks, rule: Rule, chip: type[Chip]):
-    """The greatest logit, total and mixture of a warpgroup's rows after the tiles from first to stop; `at` is its first
-    row's place. Sinks are left to the caller: within a `shard_map` that checks they are each shard's own, as nothing
-    here is said to be."""
+    """Returns the greatest logit, total and mixture of a warpgroup's rows after the tiles of `span`; `at` is the
+    position of its first row. Sinks are left to the caller: within a `shard_map` that checks, they vary over shards,
+    and the values here are not marked so."""
     first, stop, at = span
     keys, values = rooms
     shape = ROWS, blocks.tile
@@ -245,7 +244,7 @@ def attend_tiles(queries, rooms: tuple[Room, Room], span, blocks: Blocks, rule: 
     top = chip.lay(jnp.full((ROWS,), NEVER, jnp.float32), reduced)
     total = chip.lay(jnp.zeros((ROWS,), jnp.float32), reduced)
     mixed = chip.lay(jnp.zeros((ROWS, queries.shape[1]), jnp.float32), plgpu.Layout.WGMMA)
-    # Tiles that every row sees whole take no masks; a window hides some of any.
+    # Tiles that every row sees whole need no masks; a window hides part of any tile.
     whole = first if rule.window is not None else jnp.clip(lax.div(at + 1, blocks.tile), first, stop)
     carry = lax.fori_loop(first, whole, partial(step, masked=False), (top, total, mixed))
     return lax.fori_loop(whole, stop, partial(step, masked=True), carry)
@@ -256,8 +255,8 @@ def attend_latents(
     *,
     interpret: Any = None,
 ) -> Array:
-    """As `pallas_kernels.prefill_attention`, of what `mosaic.fits_latent_chunks`. interpret: the interpreter's
-    parameters."""
+    """Computes `pallas_kernels.prefill_attention` for arguments of `mosaic.fits_latent_chunks`; interpret: the
+    interpreter's parameters."""
     q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
     value_size = args.value_size
     assert value_size is not None and not isinstance(kv_pages, QuantizedPages)
@@ -290,7 +289,7 @@ def attend_latents(
 
 
 def latent_scratch(page_size: int, size: int) -> list[Any]:
-    """Rows of queries and what is mixed of them, who waits for either, and a ring of tiles."""
+    """Returns the scratch shapes: rows of queries and their mixture, the barriers of both, and a ring of tiles."""
     return [
         mosaic.swizzled(ROWS, size),
         plgpu.Barrier(num_arrivals=1),
@@ -302,12 +301,12 @@ def latent_scratch(page_size: int, size: int) -> list[Any]:
 
 
 class Sight(NamedTuple):
-    """What a block's rows see, told as `paged_attention.hopper.Walk` tells it of a slot's."""
+    """The tokens that a block's rows see, in the form of `paged_attention.hopper.Walk`."""
 
-    first: Array  # tile
+    first: Array  # first tile
     stop: Array
-    position: Array  # of the block's first token
-    ahead: Array  # the row that is that token's first head's; less than 0 where other heads of it come first
+    position: Array  # position of the block's first token
+    ahead: Array  # row of that token's first head; below 0 if the block begins with a later head
     heads: int
 
     @property
@@ -318,7 +317,7 @@ class Sight(NamedTuple):
         return self.first + step, 0
 
     def seen(self, token: Array, run: int, told: None, window: int | None, chip: type[Chip]) -> Array:
-        """bool [rows, tokens]."""
+        """Returns bool [rows, tokens]: the visible ones."""
         del run, told
         behind = self.position + lax.div(places(chip, token.shape, 0) - self.ahead, self.heads) - token
         return behind >= 0 if window is None else (behind >= 0) & (behind < window)
@@ -327,7 +326,7 @@ class Sight(NamedTuple):
 def attend_latent_block(
     q_ref, table_ref, spans_ref, pool_ref, *refs, rule: SoftmaxRule, heads: int, page_size: int, chip: type[Chip]
 ):
-    """Up to 64 rows of one sequence. `refs` are where sinks are, if there are, what leaves, and what `scratch` says."""
+    """Computes up to 64 rows of one sequence. `refs` are the sinks, if there are any, the results, and the scratch."""
     sinks_ref, (out_ref, q_smem, came, read, *ring) = (None, refs) if len(refs) == 7 else (refs[0], refs[1:])
     block, lane, warpgroup = (lax.axis_index(name) for name in ("blocks", "lanes", "warpgroup"))
     sequence, start, position, first, stop, end = (spans_ref[block, at] for at in range(6))
@@ -358,7 +357,7 @@ def attend_latent_block(
             mixed = mixed * per_row(share, mixed.shape)
         found = mixed / per_row(jnp.where(total > 0, total, 1.0), mixed.shape)
         columns = pl.ds(pl.multiple_of(warpgroup * half, half), half)
-        plgpu.barrier_wait(read)  # the other warpgroup multiplies by the queries no more
+        plgpu.barrier_wait(read)  # the other warpgroup has finished reading the queries
         leaving = q_smem.at[:, columns]
         leaving[...] = found.astype(q_smem.dtype)
         plgpu.commit_smem()
@@ -367,7 +366,7 @@ def attend_latent_block(
 
 
 def leave(rows: Any, out_ref: Any, before: Array, count: Array) -> None:
-    """The `count` rows behind those `before` them: what is whole in shared memory is a box of some columns."""
+    """Stores the `count` rows after the first `before`; a copy from swizzled shared memory is a box of some columns."""
 
     @pl.loop(lax.div(before, BOX), lax.div(before + count, BOX))
     def _(box):

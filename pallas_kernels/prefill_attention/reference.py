@@ -10,10 +10,8 @@ from pallas_kernels.paged_attention import reference
 def prefill_attention(
     args: PrefillAttentionArgs,
 ) -> Array:
-    """q [T, Hq, D], page_table i32[S, W], kv_lens i32[S], cu_q_lens i32[S + 1] -> [T, Hq, D].
-
-    Row t of sequence s sits at position kv_lens[s] - (cu_q_lens[s + 1] - t), so it sees one token more than that.
-    """
+    """Computes q [T, Hq, D], page_table i32[S, W], kv_lens i32[S], cu_q_lens i32[S + 1] -> [T, Hq, D]. Row t of
+    sequence s is at position kv_lens[s] - (cu_q_lens[s + 1] - t), so it sees one token more than that."""
     q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
     rows = jnp.arange(q.shape[0])
     owner = jnp.searchsorted(cu_q_lens, rows, side="right") - 1

@@ -1,8 +1,8 @@
-"""Prefill attention on a TPU (Mosaic): one grid step a block of query rows, the pages it sees fetched one block ahead.
+"""Prefill attention on a TPU (Mosaic): one grid step per block of query rows, its pages fetched one block ahead.
 
-The blocks are those of the XLA code, each of one sequence, dealt to the cores of the chip by the tokens they see; XLA
-gathers their rows head by head before the kernel and puts them back after it, which is little next to the products.
-Quantised pages stay small into VMEM, as in decode attention.
+The blocks are those of the XLA code, each of one sequence, distributed over the cores of the chip by the tokens they
+see. XLA gathers their rows head by head before the kernel and scatters them after it, at a small cost next to the
+products. Quantised pages are fetched into VMEM as codes, as in decode attention.
 """
 
 from functools import partial
@@ -31,11 +31,11 @@ from pallas_kernels.tpu_blocks import (
 )
 from pallas_kernels.tuning import tuned
 
-MAX_ROWS, MIN_ROWS = 256, 16  # query rows of a block
-GROUP_ROWS = 512  # of one KV head's queries in a block; times TILE_TOKENS, the logits that exist at once
-TILE_TOKENS = 256  # both larger, the unrolled products take minutes to compile
-BLOCK_NUMBERS = 1 << 19  # of queries in a block: with its sums in f32 and what is in flight, about 12 MB of VMEM
-TABLE_BYTES = 1 << 19  # of a page table in SMEM, half of it; larger ones go to XLA
+MAX_ROWS, MIN_ROWS = 256, 16  # most and fewest query rows of a block
+GROUP_ROWS = 512  # rows of one KV head's queries in a block; times TILE_TOKENS, the logits in memory at once
+TILE_TOKENS = 256  # with larger values of both, the unrolled products take minutes to compile
+BLOCK_NUMBERS = 1 << 19  # queries of a block: with sums in f32 and blocks in flight, about 12 MB of VMEM
+TABLE_BYTES = 1 << 19  # most bytes of a page table in SMEM, half of it; larger ones go to XLA
 OPTIONS = "scale", "window", "soft_cap", "value_size"
 VMEM_BYTES = 48 << 20  # every chip has 64 MB or more; the default limit of 16 MB is too low for these blocks
 
@@ -49,7 +49,7 @@ def prefill_attention(
     cores: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
-    """As `pallas_kernels.prefill_attention`."""
+    """Computes `pallas_kernels.prefill_attention`, see there."""
     q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
     tokens, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
@@ -63,7 +63,7 @@ def prefill_attention(
     blocks = xla.list_blocks(
         tokens, kv_lens, cu_q_lens, tile_tokens=pages * page_size, window=args.window, query_rows=rows
     )
-    spare = -blocks.start.shape[0] % cores  # blocks of nothing, so that each core has as many
+    spare = -blocks.start.shape[0] % cores  # empty blocks, so that each core has the same number
     sequence, start, position, first, stop = (jnp.pad(part, (0, spare)) for part in blocks[:5])
     split = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))[start[:, None] + jnp.arange(rows)[None, :]]
     split = split.reshape(-1, rows, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
@@ -114,7 +114,7 @@ def prefill_attention(
 
 
 def folds_of(groups: int, rows: int) -> int:
-    """How often a KV head's query heads are folded, so that few enough of their rows are multiplied at once."""
+    """Returns how often a KV head's query heads are folded, to limit the rows multiplied at once."""
     folds = 1
     while groups % (2 * folds) == 0 and groups // folds * rows > GROUP_ROWS:
         folds *= 2
@@ -122,7 +122,7 @@ def folds_of(groups: int, rows: int) -> int:
 
 
 def rows_of_block(tokens: int, heads: int, groups: int, size: int) -> int:
-    """Query rows taken together: a power of two, the most that VMEM and the chunk give reason for."""
+    """Returns the query rows per block: a power of two, the most that VMEM and the chunk allow."""
     row_numbers = heads * -(-size // LANES) * LANES
     most = min(MAX_ROWS, BLOCK_NUMBERS // row_numbers, GROUP_ROWS // groups, 2 * tokens)
     rows = MAX_ROWS
@@ -157,7 +157,7 @@ def attend_block(
     window: int | None,
     soft_cap: float | None,
 ):
-    """One block of query rows, over tiles of its sequence's pages."""
+    """Computes one block of query rows, over tiles of its sequence's pages."""
     _, kv_heads, parts, pages, page_size, _ = stored(room).shape
     heads = q_ref.shape[1]  # a KV head's query heads may be folded into several
     tokens = pages * page_size
@@ -168,7 +168,7 @@ def attend_block(
         return first_ref[block], stop_ref[block]
 
     def seen_pages(at):
-        """Those that the block's last row may see."""
+        """Returns the pages that the block's last row may see."""
         block = order_ref[core + at]
         sequence = sequence_ref[block]
         visible = jnp.minimum(position_ref[block] + rows, kv_lens_ref[sequence])

@@ -1,8 +1,8 @@
 """Prefill attention for XLA, written for the CPU: blocks of query rows, each of one sequence, over that sequence's KV.
 
-Two loops with dynamic bounds: the outer over groups of blocks that hold real rows, the inner over the tiles of KV that
-a group can see, with the softmax kept running (Dao et al. 2022). Blocks of like work share a group, so that no block
-waits for another. Cost therefore follows the useful products: nothing is computed across sequences, and padding rows,
+There are two loops with dynamic bounds: the outer over groups of blocks that hold real rows, the inner over the tiles
+of KV that a group can see, with an online softmax (Dao et al. 2022). Blocks of similar work share a group, so that no
+block waits for another. Cost therefore follows the useful products: no product spans two sequences, and padding rows,
 empty sequences and tiles before a window are never visited.
 """
 
@@ -21,21 +21,21 @@ BLOCKS_A_STEP = 2  # from two on XLA splits a step's softmax over two cores; mor
 
 
 class Blocks(NamedTuple):
-    """Runs of at most `query_rows` rows of one sequence, those with the most tiles first; N of them can be."""
+    """Runs of at most `query_rows` rows of one sequence, those with the most tiles first; at most N."""
 
     sequence: Array  # i32[N]
     start: Array  # i32[N], the block's first row of q
-    position: Array  # i32[N], that row's place in its sequence
+    position: Array  # i32[N], that row's position in its sequence
     first: Array  # i32[N], first tile that the block sees
-    stop: Array  # i32[N], the tile after the last one; 0 where there is no block
+    stop: Array  # i32[N], the tile after the last one; 0 for unused entries
     total: Array  # i32[], how many of the N are real
-    place: Array  # i32[T], where a row of q comes out of the blocks, laid one after another
+    place: Array  # i32[T], index of each row of q in the concatenated blocks
 
 
 def prefill_attention(
     args: PrefillAttentionArgs,
 ) -> Array:
-    """As `pallas_kernels.prefill_attention`."""
+    """Computes `pallas_kernels.prefill_attention`, see there."""
     q, kv_pages, page_table, kv_lens, cu_q_lens, sinks = args.arrays
     tokens, heads, size = q.shape
     kv_heads, page_size = stored(kv_pages).shape[1:4:2]
@@ -91,7 +91,7 @@ def list_blocks(
     window: int | None,
     query_rows: int = QUERY_ROWS,
 ) -> Blocks:
-    """The work of one call. It reads no KV, so XLA computes it once for all layers of a program."""
+    """Returns the blocks of one call. It reads no KV, so XLA computes it once for all layers of a program."""
     sequences = kv_lens.shape[0]
     most = -(-tokens // query_rows) + sequences
     most += -most % min(BLOCKS_A_STEP, most)
@@ -111,10 +111,10 @@ def list_blocks(
     within = row - cu_q_lens[mine]
     block = jnp.argsort(order)[jnp.minimum(before[mine] + within // query_rows, most - 1)]
     place = block * query_rows + within % query_rows
-    start = jnp.minimum(start, tokens)  # blocks that are not there read padding
+    start = jnp.minimum(start, tokens)  # unused blocks read padding
     return Blocks(sequence[order], start[order], position[order], first[order], stop[order], before[-1], place)
 
 
 def owner(starts: Array, items: Array) -> Array:
-    """Which run of `starts` i32[S + 1] holds each item; items past the end fall to the last."""
+    """Returns which run of `starts` i32[S + 1] holds each item; items past the end get the last run."""
     return jnp.minimum(jnp.sum(starts[None, 1:] <= items[:, None], axis=1), starts.shape[0] - 2)

@@ -1,4 +1,4 @@
-"""Pages that arrived, into the pools of a layer group, in place. Checks the arguments, picks the platform's code."""
+"""Unpacks received pages into the pools of a layer group, in place. Checks the arguments, picks the platform's code."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,10 +19,8 @@ Pool = TypeVar("Pool", Array, QuantizedPages)
 def on_gpu(
     pools: Sequence[Array], packed: PackedPages, page_ids: Array, *, wire: str, digests: bool = True
 ) -> tuple[list[Array], Array | None]:
-    """Unpacks by Mosaic GPU's kernel where the GPU and the arguments allow it, else by the definition under XLA.
-
-    `xla.unpack_kv_pages` is a loop over pages, for a CPU's cache: on a GPU each step would be several launches.
-    """
+    """Unpacks by Mosaic GPU's kernel if the GPU and the arguments allow it, else by the definition under XLA.
+    `xla.unpack_kv_pages` is a loop over pages, for a CPU's cache: on a GPU each step would be several launches."""
     rows = rows_of(pools[0], page_ids, packed.values.dtype)
     if packed.scales is None and takes_mosaic("unpack_kv_pages", rows, pools[0]):
         return hopper.unpack_kv_pages(pools, packed, page_ids, wire=wire, digests=digests)
@@ -33,16 +31,16 @@ def on_gpu(
 def unpack_kv_pages(
     pools: Sequence[Pool], packed: PackedPages, page_ids: Array, *, digests: bool = True
 ) -> tuple[list[Pool], Array | None]:
-    """The pools with page `page_ids[n]` holding the n-th packed page, and u32 [L, N, Hkv], digests of what arrived.
+    """Returns the pools with the n-th packed page in page `page_ids[n]`, and digests of the received pages, u32 [L, N,
+    Hkv].
 
-    pools: as for `pack_kv_pages`, updated in place where the caller's jit donates them. Floats of either dtype take raw
-    floats of either, every quantised wire, and `QuantizedPages` that travelled; `QuantizedPages` take their own kind,
-    and the wire of the same numbers, as they come.
-    packed: its `digests` are not read: whoever sent them compares them with the result.
-    page_ids: i32[N], 0 for padding: the null page may hold anything afterwards. Other pages are named once.
-    Raises KernelError for what does not fit.
+    pools: as for `pack_kv_pages`, updated in place if the caller's jit donates them. Float pools of either dtype take
+    raw floats of either, every quantised wire, and sent `QuantizedPages`; `QuantizedPages` take their own kind, and the
+    wire of the same numbers, unchanged. packed: its `digests` are not read: the caller compares them with the result.
+    page_ids: i32[N], 0 for padding: the null page may hold anything afterwards. Other pages are named once. Raises
+    KernelError for arguments that do not fit.
     """
-    layers: Any = list(pools)  # all floats, or all quantised
+    layers: Any = list(pools)  # either all float pools or all quantised ones
     wire = check_packed(pools, packed, page_ids)
     if isinstance(layers[0], QuantizedPages):
         written: Any = unpack_quantized(layers, packed, page_ids, digests)
@@ -55,7 +53,7 @@ def unpack_kv_pages(
 def unpack_numbers(
     pools: Sequence[Array], packed: PackedPages, page_ids: Array, wire: str, digests: bool
 ) -> tuple[list[Array], Array | None]:
-    """Pools of one dtype: floats, or for wire "raw" the values of quantised ones."""
+    """Unpacks pools of one dtype: floats, or for wire "raw" the values of quantised ones."""
     options = {"wire": wire, "digests": digests}
     return on_platform(
         list(pools),
@@ -70,7 +68,7 @@ def unpack_numbers(
 def unpack_quantized(
     pools: Sequence[QuantizedPages], packed: PackedPages, page_ids: Array, digests: bool
 ) -> tuple[list[QuantizedPages], Array | None]:
-    """Values by the platform's code; scales, a small part, by XLA's scatter."""
+    """Unpacks values by the platform's code; scales, a small part, by XLA's scatter."""
     values, scales = jax.lax.bitcast_convert_type(packed.values, pools[0].values.dtype), packed.scales
     assert scales is not None
     arrived = PackedPages(values, None, None)

@@ -1,9 +1,9 @@
-"""Unpacking KV on Hopper GPUs (Pallas Mosaic GPU): one block for each head of each packed page, pools in place.
+"""Unpacks KV on Hopper GPUs (Pallas Mosaic GPU): one block for each head of each packed page, pools in place.
 
-The way back of `pack_kv_pages.hopper`; pages for the null page are padding and are never written. Pages whose
-dtype changes on arrival are unpacked by XLA.
+The inverse of `pack_kv_pages.hopper`; pages for the null page are padding and are never written. Pages whose dtype
+changes on arrival are unpacked by XLA.
 
-Compiled for an H100; nothing is measured yet.
+Compiled for an H100; no run has been measured.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ def unpack_kv_pages(
     layers_of_call: int = LAYERS,
     interpret: Any = None,
 ) -> tuple[list[Array], Array | None]:
-    """As `pallas_kernels.unpack_kv_pages`, of what `mosaic.carries`; page 0 stays as it is. interpret: parameters of
-    Mosaic's interpreter."""
+    """Computes `pallas_kernels.unpack_kv_pages` for arguments of `mosaic.carries`; page 0 is not changed. interpret:
+    parameters of Mosaic's interpreter."""
     assert wire == "raw" and packed.values.dtype == pools[0].dtype, (wire, packed.values.dtype)
     layers, count, kv_heads, parts, page_size, size = packed.values.shape
     arrived = in_lines(packed.values.reshape(layers * count, *packed.values.shape[2:]))
@@ -58,7 +58,7 @@ def unpack_kv_pages(
 def unpack_page(
     given: Sequence[Any], held: Sequence[Any], room, barrier, *, start: int, digests: bool, chip: type[Chip]
 ):
-    """One head of one packed page."""
+    """Unpacks one head of one packed page."""
     page_ids_ref, weights_ref, arrived = given
     *pools, sums = held
     page, head, layer = (lax.axis_index(name) for name in ("pages", "heads", "layers"))

@@ -1,4 +1,4 @@
-"""Unpacking KV, the definition: the digest of what arrived, rows dequantised, and one indexed assignment a layer."""
+"""Unpacking KV, the definition: the digest of the received pages, rows dequantised, one assignment per layer."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from pallas_kernels.wire_format import PackedPages
 def unpack_kv_pages(
     pools: Sequence[Array], packed: PackedPages, page_ids: Array, *, wire: str
 ) -> tuple[list[Array], Array]:
-    """L pools [P, Hkv, C, page_size, D], pages for them and i32[N] -> the pools, and u32 [L, N, Hkv]."""
+    """Unpacks pages at i32[N] into L pools [P, Hkv, C, page_size, D] -> the pools, and u32 [L, N, Hkv]."""
     values, scales, _ = packed
     pages = values if scales is None else dequantise(values, scales, wire)
     digests = digest_pages(values, scales)
@@ -20,7 +20,7 @@ def unpack_kv_pages(
 
 
 def dequantise(values: Array, scales: Array, wire: str) -> Array:
-    """Codes [..., C, page_size, D'] and scales f32 [..., C * page_size] -> f32 [..., C, page_size, D]."""
+    """Converts codes [..., C, page_size, D'] and scales f32 [..., C * page_size] to f32 [..., C, page_size, D]."""
     if wire == "fp8":
         values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
     if wire == "int4":

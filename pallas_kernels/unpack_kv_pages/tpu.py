@@ -1,6 +1,7 @@
-"""Unpacking KV on a TPU (Mosaic): blocks of packed pages arrive by the grid's pipeline, pages leave by one DMA each.
+"""Unpacks KV on a TPU (Mosaic): blocks of packed pages are loaded by the grid's pipeline, pages are stored by one DMA
+each.
 
-The pools are written in place. Two blocks are on their way out while the next is computed; pages for the null page are
+The pools are written in place. Two blocks are being stored while the next is computed; pages for the null page are
 padding and are never written.
 """
 
@@ -38,7 +39,7 @@ def unpack_kv_pages(
     cores: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[list[Array], Array | None]:
-    """As `pallas_kernels.unpack_kv_pages`; page 0 stays as it is. For wire "raw" any pools of 8 bits too."""
+    """Computes `pallas_kernels.unpack_kv_pages`; page 0 is not changed. For wire "raw" also pools of 8-bit numbers."""
     pool, layers = pools[0], len(pools)
     cut = cut_pages(pool, layers, page_ids.shape[0], block_pages, cores)
     arrived = [part for part in packed[:2] if part is not None]
@@ -69,15 +70,15 @@ def unpack_kv_pages(
 
 
 def unpack_item(ids_ref, page_weights_ref, scale_weights_ref, *refs, cut: Cut, wire: str, digests: bool):
-    """One block of one layer. `refs` are what arrived, the pools as they came and as they are written (the same), the
-    digests, the room of two blocks and its semaphores."""
+    """Unpacks one block of one layer. `refs` are the packed pages, the pools as input and as output (the same), the
+    digests, the buffers of two blocks and their semaphores."""
     parts = 1 if wire == "raw" else 2
     arrived, pools = refs[:parts], refs[parts + cut.layers : parts + 2 * cut.layers]
     digests_ref, room_ref, semaphores = refs[-3:]
     item, step = cut.here(), pl.program_id(1)
 
     def of_each_page(item, act):
-        """`act` on every page of the item that is to be kept, and on its id."""
+        """Calls `act` on every page of the item that is to be kept, and on its id."""
 
         @pl.loop(0, cut.pages(item))
         def _(page):

@@ -1,7 +1,7 @@
-"""Unpacking KV for XLA, written for the CPU: page by page, a loop that writes each straight into its pool, in place.
+"""Unpacks KV for XLA, written for the CPU: page by page, a loop that writes each directly into its pool, in place.
 
-Against one scatter a layer it keeps no copy of what arrived, and writes twice as fast (8 MB raw: 0.65 ms against 1.4).
-bf16 pools are carried as bits where XLA's CPU backend would convert them whole, which costs two copies of them.
+Compared with one scatter per layer it makes no copy of the received pages, and writes twice as fast (8 MB raw: 0.65 ms
+against 1.4). bf16 pools are carried as bits where XLA's CPU backend would convert all of them, which costs two copies.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from pallas_kernels.wire_format import PackedPages, bits_of, dequantise
 def unpack_kv_pages(
     pools: Sequence[Array], packed: PackedPages, page_ids: Array, *, wire: str, digests: bool = True
 ) -> tuple[list[Array], Array | None]:
-    """As `pallas_kernels.unpack_kv_pages`."""
+    """Computes `pallas_kernels.unpack_kv_pages`, see there."""
     dtype, values, scales = pools[0].dtype, packed.values, packed.scales
     as_bits = dtype.itemsize < 4 and widens()
     held = bits_of(values) if values.dtype.itemsize < 4 and (as_bits or values.dtype != dtype) else values
@@ -33,7 +33,7 @@ def unpack_kv_pages(
             scale = None if scales is None else lax.dynamic_index_in_dim(scales[layer], index, keepdims=True)
             if digests:
                 folded = put(folded, fold(page, scale), layer, index)
-            if values.dtype != dtype:  # else bits go as they are: a number that passes through f32 may lose some
+            if values.dtype != dtype:  # else bits are copied: a number converted through f32 may lose some
                 page = dequantise_pages(lax.bitcast_convert_type(page, values.dtype), scale, wire).astype(dtype)
                 page = bits_of(page) if as_bits else page
             written.append(lax.dynamic_update_slice(pool, page, (page_ids[index], 0, 0, 0, 0)))
@@ -45,7 +45,8 @@ def unpack_kv_pages(
 
 
 def dequantise_pages(values: Array, scales: Array | None, wire: str) -> Array:
-    """Codes [..., C, page_size, D'] and scales f32 [..., C * page_size] -> f32 [..., C, page_size, D]; raw as it is."""
+    """Converts codes [..., C, page_size, D'] and scales f32 [..., C * page_size] to f32 [..., C, page_size, D]; raw
+    pages are returned as they are."""
     if scales is None:
         return values
     *heads, parts, page_size, size = values.shape

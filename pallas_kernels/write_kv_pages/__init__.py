@@ -1,4 +1,4 @@
-"""New K and V into their pages, in place. Checks the arguments, picks the platform's code."""
+"""Writes new K and V into their pages, in place. Checks the arguments, picks the platform's code."""
 
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ Pool = TypeVar("Pool", Array, QuantizedPages)
 
 
 def on_gpu(kv_pages: Pool, k: Array, *rest: Any) -> Any:
-    """Writes by Mosaic GPU's kernel where the GPU and the arguments allow it, else by XLA's scatter."""
+    """Writes by Mosaic GPU's kernel if the GPU and the arguments allow it, else by XLA's scatter."""
     code = hopper if takes_mosaic("write_kv_pages", k, kv_pages) else xla
     return code.write_kv_pages(kv_pages, k, *rest)
 
@@ -23,14 +23,13 @@ def on_gpu(kv_pages: Pool, k: Array, *rest: Any) -> Any:
 def write_kv_pages(
     kv_pages: Pool, k: Array, v: Array | None, page_ids: Array, offsets: Array, *, debug: bool = False
 ) -> Pool:
-    """The pool with row t of k and v at token `offsets[t]` of page `page_ids[t]`.
+    """Returns the pool with row t of k and v at token `offsets[t]` of page `page_ids[t]`.
 
-    kv_pages: [P, Hkv, C, page_size, D] or QuantizedPages; updated in place where the caller's jit donates it and nobody
-    else reads it. k, v: [T, Hkv, D], any float, stored in the pool's dtype; quantised by `quantize_rows`, each row
-    alone; v is None for pages of one part (C = 1), and only for those. page_ids, offsets: i32[T]; rows that must not be
-    kept carry page 0. A place named twice (page 0 apart) holds either row. debug: refuse places that the pool has not,
-    by a call to the host under jit.
-    Raises KernelError with both values where arguments do not fit each other.
+    kv_pages: [P, Hkv, C, page_size, D] or QuantizedPages; updated in place if the caller's jit donates it and no other
+    computation reads it. k, v: [T, Hkv, D], any float, stored in the pool's dtype; quantised by `quantize_rows`, each
+    row alone; v is None for pages of one part (C = 1), and only for those. page_ids, offsets: i32[T]; rows that must
+    not be kept have page 0. A token index named twice (page 0 apart) holds either row. debug: refuses indices outside
+    the pool, by a call to the host under jit. Raises KernelError with both values if arguments do not fit each other.
     """
     check_pool(kv_pages)
     pages, kv_heads, parts, page_size, size = stored(kv_pages).shape
@@ -48,7 +47,7 @@ def write_kv_pages(
 
 @partial(jax.jit, inline=True)
 def _on_its_platform(kv_pages: Pool, k: Array, v: Array | None, page_ids: Array, offsets: Array) -> Pool:
-    """Traced once for all layers and programs of these shapes: each platform's code is, whichever is compiled then."""
+    """Traces the code of each platform once for all layers and programs of these shapes."""
     written: Any = on_platform(
         kv_pages,
         k,

@@ -1,10 +1,10 @@
-"""Writing KV on Hopper GPUs (Pallas Mosaic GPU): one block a token brings its rows by TMA and puts them in their page.
+"""Writes KV on Hopper GPUs (Pallas Mosaic GPU): one block per token copies its rows by TMA into their page.
 
-The row of every head is one copy in and one out, whatever the page's shape; no register holds a number. Scales of
-quantised pages are single numbers, too small for a copy: they are stored one by one. Rows for the null page are passed
-over. Two blocks that name one place race: each number is then of either row.
+The rows of all heads are one copy in and one out, for any shape of page, without registers. Scales of quantised pages
+are single numbers, too small for a copy: they are stored one by one. Rows for the null page are skipped. Two blocks
+that name one token index race: each number is then of either row.
 
-Compiled for an H100; nothing is measured yet.
+Compiled for an H100; no run has been measured.
 """
 
 from functools import partial
@@ -30,8 +30,8 @@ def write_kv_pages(
     *,
     interpret: Any = None,
 ) -> Array | QuantizedPages:
-    """As `pallas_kernels.write_kv_pages`, of what `mosaic.copies`; page 0 stays as it is. interpret: parameters of
-    Mosaic's interpreter."""
+    """Computes `pallas_kernels.write_kv_pages` for arguments of `mosaic.copies`; page 0 is not changed. interpret:
+    parameters of Mosaic's interpreter."""
     rows: Any = xla.joined(k, v)
     rows = (
         QuantizedPages(*quantize_rows(rows, kv_pages.values.dtype))
@@ -53,7 +53,7 @@ def write_kv_pages(
 
 
 def write_token(rows: list[Any], pools: list[Any], room, barrier, *, page_size: int):
-    """One token. The pools are the numbers and, where they are quantised, their scales."""
+    """Writes one token. The pools are the numbers and, if they are quantised, their scales."""
     *arrived, page_ids_ref, offsets_ref = rows
     token = lax.axis_index("tokens")
     page, offset = page_ids_ref[token], offsets_ref[token]

@@ -10,7 +10,7 @@ from pallas_kernels.quantized import QuantizedPages, quantize_rows
 def write_kv_pages(
     kv_pages: Array | QuantizedPages, k: Array, v: Array | None, page_ids: Array, offsets: Array
 ) -> Array | QuantizedPages:
-    """kv_pages [P, Hkv, C, page_size, D], k and v [T, Hkv, D], page_ids and offsets i32[T] -> the pool."""
+    """Writes k and v [T, Hkv, D] at page_ids and offsets i32[T] into kv_pages [P, Hkv, C, page_size, D]."""
     parts = [k] if v is None else [k, v]
     if not isinstance(kv_pages, QuantizedPages):
         return assigned(kv_pages, parts, page_ids, offsets)
@@ -23,7 +23,7 @@ def write_kv_pages(
 
 
 def assigned(pool: Array, parts: Sequence[Array], page_ids: Array, offsets: Array) -> Array:
-    """As above for numbers [P, Hkv, C, page_size, D] or their scales, without D."""
+    """Writes numbers [P, Hkv, C, page_size, D], or their scales without D, as `write_kv_pages`."""
     for at, rows in enumerate(parts):
         pool = pool.at[page_ids, :, at, offsets].set(rows.astype(pool.dtype))
     return pool

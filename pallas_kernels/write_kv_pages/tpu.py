@@ -1,9 +1,9 @@
-"""Writing KV on a TPU (Mosaic): the groups of tokens that change are read, amended and written back by DMA, in place.
+"""Writes KV on a TPU (Mosaic): the groups of tokens that change are read, changed and written back by DMA, in place.
 
-The last two dimensions of the pool are tiled, so a DMA cannot touch one token alone: the least it moves is a *group*,
-the tokens of one tile row of a page; of scales it is a page's. Rows are sorted by place first; then the rows of a group
-lie next to each other, a block of rows reads each group once, and no two groups in flight are the same. Rows for the
-null page are never moved.
+The last two dimensions of the pool are tiled, so a DMA cannot access one token alone: the smallest unit is a group, the
+tokens of one tile row of a page; for scales it is a page's. Rows are sorted by token index first. The rows of a group
+are then adjacent, a block of rows reads each group once, and no two groups in flight are the same. Rows for the null
+page are never moved.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from pallas_kernels.quantized import QuantizedPages, quantize_rows, stored
 from pallas_kernels.tpu_blocks import LANES, pool_specs
 from pallas_kernels.write_kv_pages.xla import joined
 
-TILE_BYTES = 32  # of one column of a tile: 8 rows of f32, 16 of bf16, 32 of int8
-BLOCK_ROWS = 128  # rows amended before the next block's reads start
-BLOCK_BYTES = 4 << 20  # of groups in VMEM at once, a quarter of the least default limit
+TILE_BYTES = 32  # bytes of one column of a tile: 8 rows of f32, 16 of bf16, 32 of int8
+BLOCK_ROWS = 128  # rows changed before the next block's reads start
+BLOCK_BYTES = 4 << 20  # groups in VMEM at once, a quarter of the lowest default limit
 NOWHERE = jnp.iinfo(jnp.int32).max
 
 
@@ -37,7 +37,7 @@ def write_kv_pages(
     block_rows: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array | QuantizedPages:
-    """As `pallas_kernels.write_kv_pages`; page 0 stays as it is."""
+    """Computes `pallas_kernels.write_kv_pages`; page 0 is not changed."""
     pool = stored(kv_pages)
     _, kv_heads, parts, page_size, size = pool.shape
     group = group_tokens(page_size, pool.dtype)
@@ -69,7 +69,7 @@ def write_kv_pages(
 
 
 def stored_rows(kv_pages: Array | QuantizedPages, k: Array, v: Array | None) -> Array | QuantizedPages:
-    """K and V as the pool stores them: [T, Hkv * C, D], of scales f32[T, Hkv, C]."""
+    """Returns K and V as the pool stores them: [T, Hkv * C, D], and scales f32[T, Hkv, C]."""
     rows = joined(k, v)
     flat = (rows.shape[0], -1, rows.shape[3])
     if not isinstance(kv_pages, QuantizedPages):
@@ -91,7 +91,7 @@ def block_of_rows(block: int, rows: Array) -> pl.BlockSpec:
 
 
 def groups_scratch(kv_pages: Array | QuantizedPages, block: int, group: int) -> Any:
-    """Room for a group a row, and for a page's scales a row."""
+    """Returns scratch for one group per row, and for one page's scales per row."""
     _, kv_heads, parts, _, size = stored(kv_pages).shape
     values: Any = pltpu.VMEM((block, kv_heads, parts, group, size), stored(kv_pages).dtype)
     if not isinstance(kv_pages, QuantizedPages):
@@ -101,30 +101,33 @@ def groups_scratch(kv_pages: Array | QuantizedPages, block: int, group: int) -> 
 
 
 def aliases(num_prefetch: int, leaves: int) -> dict[int, int]:
-    """Arguments are the prefetched, the leaves of the rows, those of the pool; results are those of the pool."""
+    """Returns the aliases: arguments are the prefetched, the leaves of the rows, then those of the pool; results are
+    the pool's leaves."""
     return {num_prefetch + leaves + leaf: leaf for leaf in range(leaves)}
 
 
 def group_tokens(page_size: int, dtype: jnp.dtype) -> int:
-    """Tokens that a DMA may move alone: those of a tile row, or the page where tiles do not divide it."""
+    """Returns the tokens that a DMA may move alone: those of a tile row, or the page if tiles do not divide it."""
     tile = TILE_BYTES // dtype.itemsize
     return tile if page_size % tile == 0 else page_size
 
 
 def rows_of_block(rows: int, group_bytes: int) -> int:
-    """Rows of a block: each may need a group of its own in VMEM."""
+    """Returns the rows per block: each may need a group of its own in VMEM."""
     return max(1, min(rows, BLOCK_ROWS, BLOCK_BYTES // group_bytes))
 
 
 def list_leaders(group: Array, block: int) -> Array:
-    """For each row of sorted `group` i32[N], the first row of its block with its group, counted from the block's."""
+    """Returns for each row of sorted `group` i32[N] the first row of its block with its group, counted from the block's
+    first."""
     row = jnp.arange(group.shape[0], dtype=jnp.int32) % block
     fresh = (row == 0) | (group != jnp.roll(group, 1))
     return lax.cummax(jnp.where(fresh, row, 0).reshape(-1, block), axis=1).reshape(-1)
 
 
 def amend_block(place_ref, group_leader_ref, page_leader_ref, total_ref, rows, _, *refs, page_size: int):
-    """One block of rows, all its groups at once: read, amend, write. The last `refs`: the pool, written and read."""
+    """Writes one block of rows, all its groups at once: read, change, write. The last `refs`: the pool, written and
+    read."""
     *results, groups, semaphore = refs
     pool = QuantizedPages(*results) if isinstance(groups, QuantizedPages) else results[0]
     block, group = stored(groups).shape[:4:3]
@@ -167,7 +170,7 @@ def amend_block(place_ref, group_leader_ref, page_leader_ref, total_ref, rows, _
 
 
 def amend_group(groups, leader, row, token):
-    """`row` [Hkv * C, D] becomes token `token` of group `leader`."""
+    """Writes `row` [Hkv * C, D] to token `token` of group `leader`."""
     _, kv_heads, parts, group, size = groups.shape
     mine = lax.broadcasted_iota(jnp.int32, (kv_heads * parts, group, size), 1) == token
     old = groups[leader].astype(jnp.float32).reshape(kv_heads * parts, group, size)
@@ -176,7 +179,7 @@ def amend_group(groups, leader, row, token):
 
 
 def amend_scales(scales, leader, row, token, page_size: int):
-    """`row` f32[Hkv, C] becomes the scales of token `token` of page `leader`."""
+    """Writes `row` f32[Hkv, C] to the scales of token `token` of page `leader`."""
     lane = lax.broadcasted_iota(jnp.int32, scales.shape[1:], 1)
     amended = scales[leader]
     for part in range(row.shape[1]):

@@ -1,6 +1,6 @@
-"""Writing KV for XLA: one scatter of K and V together, which XLA's CPU backend runs in place on a donated f32 pool.
+"""Writes KV for XLA: one scatter of K and V together, which XLA's CPU backend runs in place on a donated f32 pool.
 
-(XLA converts a bf16 or fp8 pool whole on the CPU, tens of milliseconds for 64 MB: see `platforms.moved_as_stored`.)
+On the CPU, XLA converts a bf16 or fp8 pool whole, tens of milliseconds for 64 MB: see `platforms.moved_as_stored`.
 """
 
 import jax.numpy as jnp
@@ -26,5 +26,5 @@ def write_kv_pages(
 
 
 def joined(k: Array, v: Array | None) -> Array:
-    """K and V of a token's head next to each other, [T, Hkv, C, D]: V is None for pages of one part."""
+    """Returns a token's K and V of a head next to each other, [T, Hkv, C, D]; v is None for pages of one part."""
     return jnp.stack([k] if v is None else [k, v], axis=2)

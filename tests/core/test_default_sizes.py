@@ -80,10 +80,10 @@ def test_slots_are_as_many_as_sequences_that_the_memory_holds_where_these_are_fe
 def test_a_reason_says_what_was_weighed():
     found = decode_slots(LLAMA, 1, 2, "gpu", H100, 64 * 1024, 8192).reason
     assert found == (
-        "64 slots: 65,536 tokens of KV are 64 sequences of 1,024; h100 is bound by compute from 296 rows on,"
+        "64 slots: 65,536 tokens of KV are 64 sequences of 1,024; h100 is compute-bound from 296 rows,"
         " in each of 2 stages"
     )
-    assert "taken for" in decode_slots(LLAMA, 1, 1, "gpu", None, MANY, 8192).reason
+    assert "assumed for" in decode_slots(LLAMA, 1, 1, "gpu", None, MANY, 8192).reason
     assert "8 times the 296 rows" in step_tokens(LLAMA, 1, "gpu", H100, None).reason
 
 

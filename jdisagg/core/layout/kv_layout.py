@@ -1,14 +1,14 @@
-"""Page arithmetic, once.
+"""Page arithmetic: the layout of KV in pages.
 
 A page holds `page_size` tokens of K and V of every head of one layer: `[Hkv, 2, page_size, D]`, K at index 0 of the
 second axis and V at 1. A layer's pool on a device is `[P, Hkv, 2, page_size, D]`, so that a page of one head shard is
-one contiguous copy and the tiles of a kernel lie in the last two dimensions. A model that keeps latents has pages of
-one part, `[1, 1, page_size, D]`: V is the beginning of K, and every shard holds the row whole. Page 0 is the *null
-page*: masked rows write there, nobody reads it, and no pool ever hands it out.
+one contiguous copy and the last two dimensions are a kernel's tiles. A model with latent attention has pages of one
+part, `[1, 1, page_size, D]`: V is the beginning of K, and every shard holds the row whole. Page 0 is the null page:
+masked rows write there, it is never read, and no pool ever allocates it.
 
-A TPU holds arrays in tiles of 8 rows by 128 numbers. Where K and V of a head fit into one row of a tile together they
-share it: pages of one part, `[Hkv, 1, page_size, 2 * D]`, V first. What else does not fill its tiles is padded, and
-counted so.
+A TPU stores arrays in tiles of 8 rows by 128 numbers. If K and V of a head fit into one row of a tile together they
+share it: pages of one part, `[Hkv, 1, page_size, 2 * D]`, V first. Other arrays that do not fill their tiles are
+padded, and the padding counts.
 """
 
 from __future__ import annotations
@@ -20,27 +20,30 @@ from jdisagg.core.layout.tensor_cut import heads_per_shard
 from jdisagg.core.model_config import ModelConfig
 
 NULL_PAGE = 0
-LANES, SUBLANES = 128, 8  # of a TPU's tile: numbers of a row, rows
+LANES, SUBLANES = 128, 8  # of a TPU's tile: numbers per row, rows
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
-SCALED = ("int8", "float8_e4m3fn")  # of pages whose rows have a scale each, beside them: f32 [Hkv, parts * page_size]
+SCALED = (
+    "int8",
+    "float8_e4m3fn",
+)  # dtypes of pages with one scale per row, stored separately: f32 [Hkv, parts * page_size]
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How one model's KV is cut into pages."""
+    """The layout of one model's KV in pages."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    page_size: int  # tokens a page
+    page_size: int  # tokens per page
     dtype: str = "float32"
     parts: int = 2  # rows of a token and head: K and V, or one of both
-    tiled: bool = False  # held in whole tiles, as on TPUs
+    tiled: bool = False  # True: stored in whole tiles, as on TPUs
 
     @staticmethod
     def of(model: ModelConfig, page_size: int, dtype: str = "float32", tiled: bool = False) -> KVLayout:
-        """A model's KV in pages of `page_size` tokens."""
+        """Returns the layout of a model's KV in pages of `page_size` tokens."""
         heads, size = model.num_kv_heads, model.head_dim
         if tiled and not model.latent and 2 * size <= LANES:
             return KVLayout(model.num_layers, heads, 2 * size, page_size, dtype, 1, tiled)
@@ -48,17 +51,17 @@ class KVLayout:
 
     @property
     def scaled(self) -> bool:
-        """Whether numbers are quantised."""
+        """Returns True if the numbers are quantised."""
         return self.dtype in SCALED
 
     @property
     def row_bytes(self) -> int:
-        """K or V of one token and head, its scale included."""
+        """Returns the bytes of K or V of one token and head, its scale included."""
         return self.head_dim * DTYPE_BYTES[self.dtype] + (SCALE_BYTES if self.scaled else 0)
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of all layers and heads, one token."""
+        """Returns the bytes of one token's K and V, all layers and heads."""
         return self.parts * self.num_layers * self.num_kv_heads * self.row_bytes
 
     @property
@@ -66,23 +69,25 @@ class KVLayout:
         return self.bytes_per_token * self.page_size
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens."""
+        """Returns the pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def page_shape(self, tp: int = 1) -> tuple[int, int, int, int]:
-        """One page of one layer on one of `tp` shards: [Hkv, parts, page_size, D], padding included."""
+        """Returns the shape of one page of one layer on one of `tp` shards: [Hkv, parts, page_size, D], padding
+        included."""
         return (heads_per_shard(self.num_kv_heads, tp), self.parts, self.page_size, self.head_dim)
 
     def layer_page_bytes(self, tp: int) -> int:
-        """What a page of one layer takes of one device of `tp`, padding included."""
+        """Returns the bytes of a page of one layer on one device of `tp`, padding included."""
         return self._held(self.page_shape(tp), DTYPE_BYTES[self.dtype]) + self.layer_scale_bytes(tp)
 
     def layer_scale_bytes(self, tp: int) -> int:
-        """Of those, what the scales take."""
+        """Returns the bytes of the scales within `layer_page_bytes`."""
         return self._held(self.scales_shape(tp), SCALE_BYTES) if self.scaled else 0
 
     def scales_shape(self, tp: int = 1) -> tuple[int, int]:
-        """Those of one page of one layer on one of `tp` shards: K's of a head and then V's."""
+        """Returns the shape of the scales of one page of one layer on one of `tp` shards: K's of a head and then
+        V's."""
         heads, parts, tokens, _ = self.page_shape(tp)
         return heads, parts * tokens
 
@@ -94,15 +99,15 @@ class KVLayout:
         return prod(outer) * rows * numbers * number_bytes
 
     def held_page_bytes(self, tp: int) -> int:
-        """One page of all layers on `tp` shards together: heads that are padding or held twice included."""
+        """Returns the bytes of one page of all layers on `tp` shards together, with padded and replicated heads."""
         return tp * self.num_layers * self.layer_page_bytes(tp)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPages:
-    """The KV of a draft model: in pages with the numbers of the model's, its layers numbered behind the model's."""
+    """The KV of a draft model: pages with the page numbers of the model's, layers numbered behind the model's."""
 
-    name: str  # tells drafts and their weights apart
+    name: str  # distinguishes draft models and their weights
     layout: KVLayout
     first_layer: int
 

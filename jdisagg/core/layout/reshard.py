@@ -1,16 +1,16 @@
-"""How KV changes its cut between two meshes: which heads of which shard go where, which layers, in what page counts.
+"""Resharding of KV between two meshes: which heads of which shard are sent where, which layers, in what page counts.
 
-Heads: source shards hold runs of `heads_per_shard` places, destination shards hold other runs. Both are multiples of
-their greatest common divisor, the *head slice*: the source cuts its shard into slices, each travels whole, and a
-destination shard is a row of slices. Nothing is ever cut in flight. A slice that would hold padding alone is not
-sent: the destination writes zeros there.
+Heads: source shards hold runs of `heads_per_shard` heads, destination shards hold other runs. Both are multiples of
+their greatest common divisor, the head slice: the source splits its shard into slices, each is sent whole, and a
+destination shard is a row of slices. No slice is split in transfer. A slice of padding alone is not sent: the
+destination writes zeros there.
 
-Pages: where the two ends have pages of different sizes, as many pages of the one as hold the same tokens as some pages
-of the other make a *group*. Pages travel as they are at the source, in whole groups (the null page fills them up), and
-the destination cuts them anew. Numbers travel in the narrower of the two dtypes.
+Pages: if the page sizes differ, a page group is the fewest pages of each end that hold the same tokens. Pages are sent
+in the source's layout, in whole groups (the null page fills them up), and the destination splits them anew. Numbers are
+sent in the narrower of the two dtypes.
 
 Layers: those of a draft model are numbered behind the model's, in a stage of their own. They have heads of their own,
-and go nowhere but to the same draft's.
+and are sent only to the same draft model.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from math import gcd, lcm
 from jdisagg.core.layout.kv_layout import DTYPE_BYTES, SCALE_BYTES, SCALED, DraftPages
 from jdisagg.core.layout.tensor_cut import heads_per_shard, kv_heads_of_shard
 
-TRANSFER_BUCKETS = (4, 16, 64)  # pages that one pack and one insert move
-MOVE_PAGES = 8  # what a move costs beside its pages, in pages: two programs and the puts of its head slices
+TRANSFER_BUCKETS = (4, 16, 64)  # page counts of one pack and one insert
+MOVE_PAGES = 8  # fixed cost of a move, in pages: two programs and the copies of its head slices
 
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """What the other end must know of a stage: its layers, into how many shards its heads are cut, its pages."""
+    """The description of a stage for the other end: its layers, the shards of its heads, its pages."""
 
     layers: range
     tp: int
     page_size: int
     dtype: str = "float32"
-    draft: str = ""  # the draft model whose pages these are: others' never become its own; "": the model's
+    draft: str = ""  # the draft model of these pages, which are sent to no other model; "": the served model
     draft_heads: int = 0  # its KV heads
 
 
 def draft_shape(draft: DraftPages, tp: int) -> StageShape:
-    """A draft's pages as a stage."""
+    """Returns a draft model's pages as a stage."""
     layout = draft.layout
     return StageShape(draft.layers, tp, layout.page_size, layout.dtype, draft.name, layout.num_kv_heads)
 
@@ -50,7 +50,7 @@ def draft_shape(draft: DraftPages, tp: int) -> StageShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadSlice:
-    """Some consecutive heads of a shard: slice `index` of source shard `shard`."""
+    """Consecutive heads of a shard: slice `index` of source shard `shard`."""
 
     shard: int
     index: int
@@ -58,11 +58,9 @@ class HeadSlice:
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """`slices[d]` are those of destination shard d in order; every one is `slice_heads` heads.
-
-    None stands where all of a slice is padding: nothing is sent for it. A slice that holds some head may hold padding
-    behind it: what its source has there travels with it.
-    """
+    """The head slices of each destination shard: `slices[d]` are those of shard d in order, `slice_heads` heads each.
+    None stands for a slice of padding alone: it is not sent. A slice with some heads may end with padding, which is
+    sent as it is."""
 
     slice_heads: int
     slices_per_source: int
@@ -78,7 +76,8 @@ class HeadPlan:
 
 
 def plan_heads(num_kv_heads: int, source_tp: int, destination_tp: int) -> HeadPlan:
-    """TP `source_tp` to TP `destination_tp`; where there are more shards than heads, replicas share the sending."""
+    """Plans the heads from TP `source_tp` to TP `destination_tp`; with more shards than heads, replicas share the
+    sending."""
     held, wanted = heads_per_shard(num_kv_heads, source_tp), heads_per_shard(num_kv_heads, destination_tp)
     size = gcd(held, wanted)
     slices = list[tuple[HeadSlice | None, ...]]()
@@ -90,7 +89,7 @@ def plan_heads(num_kv_heads: int, source_tp: int, destination_tp: int) -> HeadPl
 
 
 def padded_slices(num_kv_heads: int, tp: int, slices: int) -> list[list[bool]]:
-    """[shard][slice]: whether it is padding alone, where each of `tp` shards is cut into as many `slices`."""
+    """Returns [shard][slice]: True for padding alone, if each of `tp` shards is split into `slices` slices."""
     size = heads_per_shard(num_kv_heads, tp) // slices
     held = [len(kv_heads_of_shard(num_kv_heads, tp, shard)) for shard in range(tp)]
     return [[index * size >= heads for index in range(slices)] for heads in held]
@@ -103,7 +102,7 @@ def _slice_of_head(head: int, num_kv_heads: int, source_tp: int, destination: in
 
 
 def shards_with(head: int, num_kv_heads: int, tp: int) -> list[int]:
-    """The shards that hold this head."""
+    """Returns the shards that hold this head."""
     return [shard for shard in range(tp) if head in kv_heads_of_shard(num_kv_heads, tp, shard)]
 
 
@@ -120,7 +119,7 @@ class LayerRun:
 
 
 def plan_layers(source: tuple[range, ...], destination: tuple[range, ...]) -> tuple[LayerRun, ...]:
-    """Every non-empty meeting of the two cuts, in layer order."""
+    """Returns every non-empty intersection of the two splits, in layer order."""
     runs = list[LayerRun]()
     for s, held in enumerate(source):
         for d, wanted in enumerate(destination):
@@ -135,13 +134,14 @@ def plan_layers(source: tuple[range, ...], destination: tuple[range, ...]) -> tu
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """The fewest tokens that fill whole pages at both ends: `source` pages here, `destination` pages there."""
+    """The fewest tokens that fill whole pages at both ends: `source` pages at one, `destination` pages at the other."""
 
     source: int
     destination: int
 
     def buckets(self, pages: tuple[int, ...] = TRANSFER_BUCKETS) -> tuple[int, ...]:
-        """Declared sizes in groups: at the end with the smaller pages, at most so many pages (one group at least)."""
+        """Returns the declared sizes in groups: at the end with the smaller pages, at most `pages` pages (one group at
+        least)."""
         return tuple(sorted({max(1, each // max(self.source, self.destination)) for each in pages}))
 
 
@@ -151,10 +151,8 @@ def group_pages(source_page_size: int, destination_page_size: int) -> PageGroup:
 
 
 def pages_elsewhere(start: int, stop: int, num_tokens: int, page_size: int, group: PageGroup) -> tuple[int, int]:
-    """Places in the other end's page list of pages `start` to `stop`, of a sequence of `num_tokens` tokens.
-
-    `start` begins a group; `stop` ends one, or the sequence. page_size: of this end.
-    """
+    """Returns the indices in the other end's page list of pages `start` to `stop`, of a sequence of `num_tokens`
+    tokens. `start` begins a group; `stop` ends one, or the sequence. page_size: of this end."""
     assert start % group.source == 0, (start, group)
     there = page_size * group.source // group.destination
     return start // group.source * group.destination, -(-min(stop * page_size, num_tokens) // there)
@@ -162,7 +160,7 @@ def pages_elsewhere(start: int, stop: int, num_tokens: int, page_size: int, grou
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Places in the two page lists that one move takes, and its declared size in groups."""
+    """The indices in the two page lists that one move covers, and its declared size in groups."""
 
     source: tuple[int, int]
     destination: tuple[int, int]
@@ -170,7 +168,8 @@ class Span:
 
 
 def plan_spans(source_pages: int, destination_pages: int, group: PageGroup) -> tuple[Span, ...]:
-    """The moves of a transfer whose two page lists hold the same tokens, the last group of either perhaps in part."""
+    """Returns the moves of a transfer whose two page lists hold the same tokens; the last group may be partial at
+    either end."""
     groups = -(-source_pages // group.source)
     assert groups == -(-destination_pages // group.destination), (source_pages, destination_pages, group)
     spans = list[Span]()
@@ -186,10 +185,8 @@ def plan_spans(source_pages: int, destination_pages: int, group: PageGroup) -> t
 def plan_moves(
     pages: int, buckets: tuple[int, ...] = TRANSFER_BUCKETS, weight: int = 1
 ) -> tuple[tuple[int, int, int], ...]:
-    """(start, stop, bucket) of each move of a transfer of `pages` pages: the cheapest list of declared sizes.
-
-    A move costs `weight` for each page of its bucket, filled or not, and MOVE_PAGES; largest moves come first.
-    """
+    """Returns (start, stop, bucket) of each move of a transfer of `pages` pages: the cheapest list of declared sizes. A
+    move costs `weight` for each page of its bucket, filled or not, and MOVE_PAGES; largest moves come first."""
     whole, rest = divmod(pages, buckets[-1])
     sizes, start, moves = (buckets[-1],) * whole + _cheapest(rest, buckets, weight)[2], 0, list[tuple[int, int, int]]()
     for size in sizes:
@@ -200,7 +197,7 @@ def plan_moves(
 
 @cache
 def _cheapest(pages: int, buckets: tuple[int, ...], weight: int) -> tuple[int, int, tuple[int, ...]]:
-    """What the cheapest moves of `pages` pages cost, how many they are, and their sizes, descending."""
+    """Returns the cost of the cheapest moves of `pages` pages, their number, and their sizes, descending."""
     if pages <= 0:
         return 0, 0, ()
     found = list[tuple[int, int, tuple[int, ...]]]()
@@ -215,19 +212,19 @@ def _cheapest(pages: int, buckets: tuple[int, ...], weight: int) -> tuple[int, i
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way of some layers from one stage to another, whatever the number of pages."""
+    """The transfer of some layers from one stage to another, for any number of pages."""
 
     source_stage: int
     destination_stage: int
     layers: range
     heads: HeadPlan
     group: PageGroup
-    dtype: str  # of the numbers on their way
+    dtype: str  # dtype of the numbers in transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One pack, one put and one insert, of fixed shapes."""
+    """One pack, one copy and one insert, of fixed shapes."""
 
     route: Route
     span: Span
@@ -235,9 +232,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    wire_bytes: int  # of values, padding included
+    wire_bytes: int  # bytes of values, padding included
     programs: int
-    puts: int  # arrays of one device
+    puts: int  # copied single-device arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +249,13 @@ class Reshard:
     moves: tuple[Move, ...]
 
     def cost(self, row_size: int) -> Cost:
-        """row_size: numbers of a token and head, K and V together."""
+        """Returns the cost; row_size: numbers of a token and head, K and V together."""
         total, puts = 0, 0
         for move in self.moves:
             route, held = move.route, self.source[move.route.source_stage]
             heads = route.heads.num_sent * route.heads.slice_heads
             tokens = move.span.groups * route.group.source * held.page_size
-            scales = 2 * SCALE_BYTES if route.dtype in SCALED else 0  # of K and of V
+            scales = 2 * SCALE_BYTES if route.dtype in SCALED else 0  # scales of K and of V
             total += len(route.layers) * tokens * heads * (row_size * DTYPE_BYTES[route.dtype] + scales)
             puts += route.heads.num_sent
         return Cost(total, 2 * len(self.moves), puts)
@@ -271,7 +268,7 @@ def plan_routes(
     num_kv_heads: int,
     layers: range | None = None,
 ) -> tuple[Route, ...]:
-    """The ways of `layers` (None: all) between two cuts of one model, in layer order; worked out once for each."""
+    """Returns the routes of `layers` (None: all) between two splits of one model, in layer order; cached."""
     wanted = range(0, destination[-1].layers.stop) if layers is None else layers
     cut = tuple(layers_within(stage.layers, wanted) for stage in source)
     routes = list[Route]()
@@ -293,7 +290,8 @@ def plan_reshard(
     num_tokens: int,
     layers: range | None = None,
 ) -> Reshard:
-    """The cheapest moves of declared sizes that bring the KV of `num_tokens` tokens from the one cut to the other."""
+    """Returns the cheapest moves of declared sizes that transfer the KV of `num_tokens` tokens between the two
+    splits."""
     moves = list[Move]()
     for route in plan_routes(source, destination, num_kv_heads, layers):
         stages = source[route.source_stage], destination[route.destination_stage]
@@ -310,7 +308,7 @@ def plan_transfer(
     num_pages: tuple[int, int],
     layers: range | None = None,
 ) -> Reshard:
-    """`plan_reshard` of as many tokens as these numbers of pages hold, the source's and the destination's."""
+    """Returns `plan_reshard` for the tokens in these numbers of pages, the source's and the destination's."""
     sizes = source[0].page_size, destination[0].page_size
     num_tokens = min(pages * size for pages, size in zip(num_pages, sizes, strict=True))
     assert num_pages == tuple(-(-num_tokens // size) for size in sizes), (num_pages, sizes)
@@ -318,30 +316,28 @@ def plan_transfer(
 
 
 def narrower(one: str, other: str) -> str:
-    """What numbers travel in: nothing that the destination could keep is lost, and no byte is sent for nothing."""
+    """Returns the dtype of the transfer: the destination loses no precision it could keep, and no byte is wasted."""
     return min(one, other, key=lambda dtype: DTYPE_BYTES[dtype])
 
 
 def layers_within(layers: range, wanted: range) -> range:
-    """Those of both."""
+    """Returns the intersection of two ranges of layers."""
     return range(max(layers.start, wanted.start), min(layers.stop, wanted.stop))
 
 
-# The proof of a plan between two meshes: every (layer, head, token) moves exactly once, from where it is.
+# Verification of a plan: every (layer, head, token) is sent exactly once, from a shard that holds it.
 #
-# It knows nothing of how plans are made: all it uses is which heads a shard holds, which layers a stage, which
-# tokens a page. A plan that is wrong is named with its first culprit.
+# It is independent of the planner: it uses only which heads a shard holds, which layers a stage, which tokens a page.
+# The error for a wrong plan names the first fault.
 
 
 class BrokenPlan(AssertionError):
-    """A plan that loses something, moves it twice, or takes it from where it is not; says what and where."""
+    """A plan that loses KV, sends it twice, or takes it from a shard that does not hold it; the message says what and
+    where."""
 
 
 def prove(plan: Reshard) -> None:
-    """Raises BrokenPlan unless each destination shard gets each (layer, head, token) it wants once, from a holder.
-
-    It knows nothing of how plans are made: all it uses is which heads a shard holds and which tokens a page.
-    """
+    """Raises BrokenPlan unless each destination shard gets each (layer, head, token) it wants once, from a holder."""
     landed: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
     sent: dict[tuple[int, int, int], dict[int, int]] = {}
     for move in plan.moves:
@@ -360,7 +356,7 @@ def prove(plan: Reshard) -> None:
 
 
 def _tokens(plan: Reshard, move: Move) -> tuple[int, int]:
-    """First and one past the last token of a move, the same at both ends."""
+    """Returns the first token and one past the last token of a move, the same at both ends."""
     stages = plan.source[move.route.source_stage], plan.destination[move.route.destination_stage]
     spans = move.span.source, move.span.destination
     here, there = (
@@ -387,7 +383,7 @@ def _layers(plan: Reshard, route: Route) -> range:
 
 
 def _heads(plan: Reshard, route: Route, shard: int, place: int, head_slice: HeadSlice) -> range:
-    """The heads of a slice that exist, numbered over the model, which are those that belong where it goes."""
+    """Returns the existing heads of a slice, numbered over the model, which must be those of the destination."""
     drafts = plan.source[route.source_stage].draft, plan.destination[route.destination_stage].draft
     if len(set(drafts)) > 1:
         raise BrokenPlan(f"pages of {drafts[0] or 'the model'} are to land in those of {drafts[1] or 'the model'}")
@@ -410,12 +406,13 @@ def _heads(plan: Reshard, route: Route, shard: int, place: int, head_slice: Head
 
 
 def heads_of(plan: Reshard, stage: StageShape) -> int:
-    """KV heads of the model whose pages a stage has."""
+    """Returns the KV heads of the model whose pages a stage has."""
     return stage.draft_heads or plan.num_kv_heads
 
 
 def _prove_whole(plan: Reshard, landed: dict[tuple[int, int, int, int], list[tuple[int, int]]]) -> None:
-    """Every place is filled from the first token to the last, none twice, and nothing goes elsewhere."""
+    """Raises unless every destination is filled from the first token to the last, none twice, and no other is
+    written."""
     for index, stage in enumerate(plan.destination):
         for shard in range(stage.tp):
             for layer in layers_within(stage.layers, plan.layers):
@@ -438,7 +435,7 @@ def _prove_row(where: str, spans: list[tuple[int, int]], num_tokens: int) -> Non
 
 
 def _prove_shared(plan: Reshard, sent: dict[tuple[int, int, int], dict[int, int]]) -> None:
-    """Shards that hold the same head send it equally often, but for one move's slices."""
+    """Raises unless shards that hold the same head send it equally often, up to one move's slices."""
     for (stage, layer, head), by in sent.items():
         source = next(each for each in plan.source if layer in each.layers)
         holders = shards_with(head, heads_of(plan, source), source.tp)
@@ -448,17 +445,16 @@ def _prove_shared(plan: Reshard, sent: dict[tuple[int, int, int], dict[int, int]
             raise BrokenPlan(f"layer {layer}, head {head}: shards {holders} send it {counts} times")
 
 
-# Which process of a group holds which shard, and so which pieces of a transfer go from whom to whom.
+# Which process of a worker group holds which shard, and so which pieces of a transfer each process sends to which.
 #
-# A worker's devices are numbered stage by stage, and its processes hold equal runs of them, rank 0 the first. A
-# *holder* is the rank of the process that a shard is on; a worker in one process has one holder, 0, for
-# everything.
+# A worker's devices are numbered stage by stage, and its processes hold equal runs of them, rank 0 the first. A holder
+# is the rank of the process that has a shard; a worker in one process has one holder, 0, for all shards.
 
 Holders = tuple[tuple[int, ...], ...]  # [stage][shard]: the rank
 
 
 def holders_of(shards: Sequence[int], num_devices: int, num_processes: int, stages_share: bool) -> Holders:
-    """Of stages with so many shards each, on devices of their own or all on the same ones."""
+    """Returns the holders of stages with these shards, on devices of their own or all on the same ones."""
     per = num_devices // num_processes
     assert per * num_processes == num_devices, (num_devices, num_processes)
     first, found = 0, list[tuple[int, ...]]()
@@ -473,10 +469,10 @@ def of_one_process(shards: Sequence[int]) -> Holders:
 
 
 def senders(heads: HeadPlan, source: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """[destination shard][head slice that is sent]: the rank that sends it, where `source` are a stage's holders."""
+    """Returns [destination shard][sent head slice]: the rank that sends it; source: a stage's holders."""
     return tuple(tuple(source[each.shard] for each in row if each is not None) for row in heads.slices)
 
 
 def shards_held(holders: Sequence[int], rank: int) -> list[int]:
-    """The shards of a stage that this process holds."""
+    """Returns the shards of a stage that this process holds."""
     return [shard for shard, holder in enumerate(holders) if holder == rank]

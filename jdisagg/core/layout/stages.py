@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: layers over stages by cost, so that embedding and logits slow no stage of decode down."""
+"""Splits a model's layers into stages by cost, so that embedding and logits slow no decode stage down."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from jdisagg.core.errors import MeshError
 from jdisagg.core.mesh_spec import MeshSpec, Role, WorkerMesh
 from jdisagg.core.model_config import AttentionOptions, ModelConfig
 
-Kind = tuple[bool, AttentionOptions]  # whether a layer has experts, and how it attends
+Kind = tuple[bool, AttentionOptions]  # (True if a layer has experts, its attention)
 
 
 def head_cost(config: ModelConfig) -> float:
-    """The head's weights in units of one layer's: what the last stage carries besides its layers."""
+    """Returns the head's weights in units of one layer's: the extra load of the last stage."""
     return config.head_params() / config.layer_params()
 
 
 def split_layers(config: ModelConfig, num_stages: int) -> tuple[range, ...]:
-    """Consecutive, non-empty runs of layers whose most costly stage is as cheap as can be.
-
-    Decode reads every weight once a step, so weights are the cost; the embedding is a lookup and costs nothing.
-    Raises MeshError where there are more stages than layers.
-    """
+    """Returns consecutive, non-empty runs of layers that minimise the cost of the most expensive stage. Decode reads
+    every weight once per step, so weights are the cost; the embedding is a lookup and costs nothing. Raises MeshError
+    if there are more stages than layers."""
     if num_stages > config.num_layers:
         raise MeshError(f"{num_stages} stages (pp) for {config.num_layers} layers: at most one stage a layer")
     extra = head_cost(config)
@@ -40,9 +38,9 @@ def split_layers(config: ModelConfig, num_stages: int) -> tuple[range, ...]:
 
 
 def split_prefill(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Equal runs of layers, the first ones longer by one where they are not: the head sees one row of a chunk, and the
-    last stage has it besides. Raises MeshError where there are more stages than layers.
-    """
+    """Returns runs of layers of equal length, the first ones longer by one if they do not divide. The head computes
+    only one row of a chunk, so the last stage has it in addition. Raises MeshError if there are more stages than
+    layers."""
     if num_stages > num_layers:
         raise MeshError(f"{num_stages} prefill stages (pp) for {num_layers} layers: at most one stage a layer")
     even, odd = divmod(num_layers, num_stages)
@@ -56,11 +54,11 @@ def _slowest(layers: int, stages: int, last_cost: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RingCut:
-    """Layers over the stages of a ring, which all run one program: at each of its places the layers of all stages are
-    of one kind, or padding, which takes room on the device and leaves what passes it as it is."""
+    """Layers over the stages of a ring, which all run one program. At each position the layers of all stages are of one
+    kind, or padding, which takes memory on the device and leaves the activations unchanged."""
 
-    runs: tuple[range, ...]  # of each stage
-    places: tuple[tuple[int | None, ...], ...]  # [stage][place]: the layer of the model; None: padding
+    runs: tuple[range, ...]  # layers of each stage
+    places: tuple[tuple[int | None, ...], ...]  # [stage][position]: the layer of the model; None: padding
 
     @property
     def num_stages(self) -> int:
@@ -68,7 +66,7 @@ class RingCut:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """For each place, some layer that stands there in one of the stages."""
+        """Returns for each position a layer that one of the stages has there."""
         columns = zip(*self.places, strict=True)
         return tuple(next(layer for layer in column if layer is not None) for column in columns)
 
@@ -77,10 +75,8 @@ class RingCut:
 
 
 def ring_cut(config: ModelConfig, num_stages: int) -> RingCut:
-    """The most even cut that needs the fewest places. Raises MeshError where there are more stages than layers.
-
-    The head is spread over the whole ring and slows no stage down.
-    """
+    """Returns the most even split with the fewest positions. Raises MeshError if there are more stages than layers. The
+    head is spread over the whole ring and slows no stage down."""
     if num_stages > config.num_layers:
         raise MeshError(f"a ring of {num_stages} stages for {config.num_layers} layers: at most one stage a layer")
     kinds = [(config.is_sparse(layer), config.attention(layer)) for layer in range(config.num_layers)]
@@ -89,7 +85,8 @@ def ring_cut(config: ModelConfig, num_stages: int) -> RingCut:
 
 
 def _cuts(num_layers: int, num_stages: int) -> list[tuple[range, ...]]:
-    """The even cut, and those of longer stages before a shorter last one, which may fall in step with the kinds."""
+    """Returns the even split, and those of longer stages before a shorter last one, which may match the kinds
+    better."""
     even, odd = divmod(num_layers, num_stages)
     sizes = [[even + (stage < odd) for stage in range(num_stages)]]
     for size in range(even + 1, (num_layers - 1) // max(1, num_stages - 1) + 1):
@@ -99,7 +96,7 @@ def _cuts(num_layers: int, num_stages: int) -> list[tuple[range, ...]]:
 
 
 def _placed(kinds: Sequence[Kind], runs: tuple[range, ...]) -> RingCut:
-    """Every stage's layers at places of their kind, in order."""
+    """Assigns every stage's layers to positions of their kind, in order."""
     columns: list[Kind] = []
     for run in runs:
         columns = _supersequence(columns, [kinds[layer] for layer in run])
@@ -115,7 +112,7 @@ def _stage_places(kinds: Sequence[Kind], run: range, columns: Sequence[Kind]) ->
 
 
 def _supersequence(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
-    """The shortest list that holds both in order."""
+    """Returns the shortest list that contains both lists in order."""
     best = [[list[Kind](other[j:]) for j in range(len(other) + 1)]]
     for i in reversed(range(len(one))):
         row = [list[Kind](one[i:])]
@@ -134,6 +131,6 @@ def cut_layers(model: ModelConfig, mesh: MeshSpec) -> tuple[range, ...]:
 
 
 def own_layers(model: ModelConfig, decode_stages: tuple[range, ...], place: WorkerMesh) -> tuple[range, ...]:
-    """Returns the stages or layer groups of a worker beside decode workers with such stages. Raises MeshError."""
+    """Returns the stages or layer groups of a worker combined with decode workers of such stages. Raises MeshError."""
     staged = place.role is Role.PREFILL and place.pp > 1
     return split_prefill(model.num_layers, place.pp) if staged else decode_stages

@@ -1,10 +1,10 @@
-"""How a model is cut for `tp` shards, whatever `tp` is: KV heads, their query heads and channels, padded where needed.
+"""The split of a model over `tp` shards, for any `tp`: KV heads, their query heads and channels, padded where needed.
 
-Every shard holds as many places; the last places of some shards may be *padding*: zero weights, nothing in the
-checkpoint. KV heads are spread in whole heads, as few a shard as can be, because pages are what a worker runs out of
-first: `ceil(Hkv / tp)`, in order, so that only the tail is padding. Where there are at least twice as many shards as
-KV heads, each head is held by `tp // Hkv` shards, and those split its query heads. Query heads stay with their KV
-head; they and the MLP's channels have padding at their shard's end. So what exists on a shard is always one run.
+Every shard has the same size; the end of some shards may be padding: zero weights that are not in the checkpoint. KV
+heads are spread whole, as few per shard as possible, because pages are the first thing a worker runs out of:
+`ceil(Hkv / tp)`, in order, so that only the tail is padding. If there are at least twice as many shards as KV heads,
+each head is held by `tp // Hkv` shards, which split its query heads. Query heads stay with their KV head. Query heads
+and the MLP's channels are padded at their shard's end, so a shard's real part is always one run.
 
 | Hq / Hkv | tp | a shard's query / KV heads | shards                                      |
 |----------|----|----------------------------|---------------------------------------------|
@@ -22,41 +22,41 @@ from itertools import accumulate
 
 
 def heads_per_shard(num_kv_heads: int, tp: int) -> int:
-    """KV heads a shard has places for."""
+    """Returns the KV heads per shard, padding included."""
     return -(-num_kv_heads // tp)
 
 
 def kv_heads_of_shard(num_kv_heads: int, tp: int, shard: int) -> range:
-    """The KV heads that `shard` of `tp` holds, in its first places; the places after them are padding."""
+    """Returns the KV heads that `shard` of `tp` holds first; the rest of the shard is padding."""
     held, replicas = heads_per_shard(num_kv_heads, tp), replicas_of(num_kv_heads, tp)
     start = min(shard // replicas * held, num_kv_heads)
     return range(start, min(start + held, num_kv_heads))
 
 
 def replicas_of(num_kv_heads: int, tp: int) -> int:
-    """Shards that hold the same KV head."""
+    """Returns the number of shards that hold the same KV head."""
     return max(1, tp // num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Rows of an MLP: even shares, padded to the next multiple of the shards."""
+    """The rows of an MLP: even shares, padded to the next multiple of the shards."""
 
     size: int
 
     def width(self, tp: int) -> int:
-        """Rows that each shard holds, padding included."""
+        """Returns the rows of each shard, padding included."""
         return -(-self.size // tp)
 
     def held(self, tp: int, shard: int) -> range:
-        """Rows of the checkpoint that `shard` holds first; padding follows."""
+        """Returns the rows of the checkpoint that are the first of `shard`; padding follows."""
         width = self.width(tp)
         return range(min(shard * width, self.size), min((shard + 1) * width, self.size))
 
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """Rows of keys or values, `head_dim` a KV head."""
+    """The rows of keys or values, `head_dim` per KV head."""
 
     num_kv_heads: int
     head_dim: int = 1
@@ -70,7 +70,7 @@ class KVHeads:
 
 @dataclass(frozen=True, slots=True)
 class QueryHeads:
-    """Rows of queries, or inputs of the output projection: `head_dim` a query head."""
+    """The rows of queries, or the inputs of the output projection: `head_dim` per query head."""
 
     num_heads: int
     num_kv_heads: int
@@ -78,7 +78,7 @@ class QueryHeads:
 
     @property
     def group(self) -> int:
-        """Query heads of one KV head."""
+        """Returns the query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     def width(self, tp: int) -> int:
@@ -86,7 +86,8 @@ class QueryHeads:
         return held * -(-self.group // replicas) * self.head_dim
 
     def held(self, tp: int, shard: int) -> range:
-        """Those of the shard's KV heads; its part of them where others hold the same KV head."""
+        """Returns the query heads of the shard's KV heads; only its part of them if other shards hold the same KV
+        head."""
         kv, replicas = kv_heads_of_shard(self.num_kv_heads, tp, shard), replicas_of(self.num_kv_heads, tp)
         if replicas == 1 or not kv:
             return _rows(kv, self.group * self.head_dim)
@@ -102,16 +103,16 @@ def _rows(heads: range, width: int) -> range:
     return range(heads.start * width, heads.stop * width)
 
 
-# How weights change their cut between two meshes: which run of which source shard goes where in which other.
+# Resharding of weights between two meshes: which run of which source shard becomes which run of another.
 #
-# The sibling of `reshard.py`, for tensors that are cut along one dimension of whatever unit (heads, channels,
-# experts): a shard is a row of *runs*, each of one part of the tensor (q, k and v of a fused matrix are three),
-# with padding behind it. Two cuts meet in their common runs, and nothing else moves.
+# The counterpart of `reshard.py` for tensors that are split along one dimension of any unit (heads, channels, experts).
+# A shard is a row of runs, each of one part of the tensor (q, k and v of a fused matrix are three), followed by
+# padding. Only the common runs of two splits are moved.
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows `rows` of part `part`, which the shard holds from `offset` on."""
+    """Rows `rows` of part `part`, at `offset` of the shard."""
 
     part: int
     rows: range
@@ -120,7 +121,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ShardCut:
-    """One shard: its runs in order, and how long it is with its padding."""
+    """One shard: its runs in order, and its length with padding."""
 
     runs: tuple[Run, ...]
     length: int
@@ -128,7 +129,7 @@ class ShardCut:
 
 @dataclass(frozen=True, slots=True)
 class WeightMove:
-    """`length` rows of the source shard, from `start` on, to `offset` of the destination shard."""
+    """A copy of `length` rows of the source shard, from `start` on, to `offset` of the destination shard."""
 
     shard: int
     start: int
@@ -137,7 +138,8 @@ class WeightMove:
 
 
 def shard_cut(held: Sequence[tuple[range, int]]) -> ShardCut:
-    """Of parts in order: the rows that the shard holds of each, and its places for them, padding included."""
+    """Returns the shard of parts in order; held: the rows of each part on the shard and its length, padding
+    included."""
     ends = list(accumulate((width for _, width in held), initial=0))
     runs = (Run(part, rows, ends[part]) for part, (rows, _) in enumerate(held))
     return ShardCut(tuple(run for run in runs if run.rows), ends[-1])
@@ -146,10 +148,8 @@ def shard_cut(held: Sequence[tuple[range, int]]) -> ShardCut:
 def plan_weight_moves(
     source: Sequence[ShardCut], destination: ShardCut, near: int | None = None
 ) -> tuple[WeightMove, ...]:
-    """The moves that fill one destination shard, in the order of its rows; what they leave out is padding.
-
-    `near`: the source shard on the destination's own device, from which whatever it holds is taken.
-    """
+    """Returns the moves that fill one destination shard, in the order of its rows; rows without a move are padding.
+    `near`: the source shard on the destination's own device, which is preferred as source."""
     order = sorted(range(len(source)), key=lambda shard: shard != near)
     moves: list[WeightMove] = []
     for run in destination.runs:
@@ -162,7 +162,7 @@ def plan_weight_moves(
 
 
 def _next_move(source: Sequence[ShardCut], order: Sequence[int], run: Run, start: int) -> WeightMove:
-    """From row `start` of the run on, of the first shard in `order` that holds it."""
+    """Returns the move from row `start` of the run on, of the first shard in `order` that holds it."""
     for shard in order:
         for held in source[shard].runs:
             if held.part == run.part and start in held.rows:

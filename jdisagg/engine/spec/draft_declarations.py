@@ -1,4 +1,4 @@
-"""The programs around a step that verifies drafts, declared; those through the layers are in `programs.py`."""
+"""Declared programs of steps that verify drafts; those with layers are in `programs.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from jdisagg.parallel.submesh import Program
 def declared_drafts(
     programs: DraftPrograms, slots: Drawn, widths: Sequence[Drawn], config: WorkerConfig
 ) -> Iterator[DeclaredProgram]:
-    """As `DraftingDecoder`: `slots` that draw, and `widths` of rows of them all, tokens and drafts."""
+    """Yields the programs of `DraftingDecoder`: `slots` that sample, and for each width the rows of tokens and
+    drafts."""
     number, layers, length, turns = (
         slots.rows,
         programs.layers,
@@ -44,8 +45,8 @@ def declared_drafts(
             yield replace(found, donated_bytes=0)
     yield slots.program("draw note", programs.note, (history, state, *drawn), size)
     if turns > 1:
-        told = history, state, slots.ints(turns, number)
-        yield slots.program("draw note turns", programs.note_turns, told, size)
+        batch = history, state, slots.ints(turns, number)
+        yield slots.program("draw note turns", programs.note_turns, batch, size)
     yield slots.program("draw set tokens", programs.set_tokens, (history, slots.ints(), slots.ints(length)), size)
     if programs.head is not None:
         yield from programs.head.declared(slots, widths)
@@ -56,19 +57,19 @@ def declared_drafts(
 def _of_width(programs: DraftPrograms, slots: Drawn, rows: Drawn, length: int) -> Iterator[DeclaredProgram]:
     number = slots.rows
     drafts, logits = rows.rows // number - 1, rows.logits
-    history, state, told = slots.ints(number, length), slots.ints(4, number), slots.ints(number, 2 + drafts)
+    history, state, reported = slots.ints(number, length), slots.ints(4, number), slots.ints(number, 2 + drafts)
     size, held = local_bytes(history), (history, state, slots.ints(4, rows.rows), logits, slots.metadata)
     guess = history, state, slots.ints(number), slots.ints(number, drafts)
     yield rows.program("draw guess", programs.widen, guess)
     yield rows.program("draw verify mask", programs.mask, (logits, rows.masks))
     yield rows.program("draw verify greedy", programs.verify_greedy, held, size)
     yield rows.program("draw verify", programs.verify, (*held, slots.counts), size)
-    yield rows.program("draw verify logprobs", programs.logprobs, (logits, told))
-    yield rows.program("draw verify count", programs.count, (slots.counts, told), local_bytes(slots.counts.output))
+    yield rows.program("draw verify logprobs", programs.logprobs, (logits, reported))
+    yield rows.program("draw verify count", programs.count, (slots.counts, reported), local_bytes(slots.counts.output))
 
 
 def _guesses(layers: DraftLayers, stage: int, slots: int, length: int) -> Iterator[DeclaredProgram]:
-    """As on the stage behind all others; length: of a history."""
+    """Yields the draft model's programs, as of a stage behind all others; length: positions of a history."""
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return whole(layers.submesh, shape)
@@ -83,7 +84,8 @@ def _guesses(layers: DraftLayers, stage: int, slots: int, length: int) -> Iterat
 
 
 def declared_reading(layers: DraftLayers, stage: int, sizes: Sequence[int]) -> Iterator[DeclaredProgram]:
-    """Of chunks of so many tokens; and what makes room for them, where its pages go with the model's."""
+    """Yields the programs in which the draft model reads chunks of these sizes, and wipes pages if its KV is
+    shipped."""
     sequences, width = layers.worker.max_chunk_seqs, layers.worker.table_buckets[-1]
     for tokens in sizes:
         ints = [whole(layers.submesh, shape) for shape in ((ROWS, tokens), (2, sequences + 1), (sequences, width))]
@@ -104,7 +106,7 @@ def _through(
 def _on_pages(
     layers: DraftLayers, stage: int, kind: str, program: Program, batch: tuple[Any, ...], held: range
 ) -> DeclaredProgram:
-    """Of the pages of some layers alone, which are written."""
+    """Declares a program over the pages of some layers, which it writes."""
     pools = [abstract_pool(layers.kv.layout, layers.worker.num_pages, layers.submesh)] * len(held)
     written, place = sum(map(local_bytes, pools)), (layers.submesh, held)
     return DeclaredProgram(kind, stage, WIPED, program, batch, *place, pools=pools, donated_bytes=written)

@@ -1,15 +1,15 @@
-"""A small model that guesses what the rows of a decode worker draw next, beside the model that is served.
+"""A draft model: a small model that predicts the next tokens of a decode worker's rows.
 
-Its KV lies in pages of its own with the numbers of the other's, so that a slot's page table serves both. Where it is
-kept, whoever computes a prompt's tokens has this model read them too, and its pages are shipped, put below HBM and
-found as prefixes with the other's: its layers are numbered behind those. A drawn token is read when the next guess is
-made, as many at once as were drawn since the last one, LATELY at most. What is in no page that came is made from the
-tokens where a guess is wanted (`draft_reading.py`): so one is as good after a handoff, a preemption, a migration, a
-prefix that was there, or steps that wanted no guess. Rows of a page that this model has not written for what is in it
-are zeros, so that pages say themselves what of them may be read, wherever they come from.
+Its KV is in pages of its own with the page numbers of the served model, so that a slot's page table serves both. If
+this KV is kept, every worker that computes prompt tokens also runs the draft model over them. Its pages are then
+shipped, demoted and found as prefixes with those of the served model; its layers are numbered behind the model's.
+Sampled tokens are processed when the next draft is made, up to LATELY at once. Missing KV is computed from the tokens
+when a draft is wanted (`drafting.DraftReading`). Drafts are therefore equally good after a handoff, a preemption, a
+migration, a prefix hit, or steps without drafts. Page rows that the draft model has not written are zeros, so pages
+show which of their tokens are valid.
 
-A guess is drawn as the token itself will be, with the same number for the same seed and position (`sampling.pick`): two
-distributions that are alike then draw alike, at any temperature.
+A draft is sampled as the token itself will be, with the same random number for the same seed and position
+(`sampling.pick`): two similar distributions then give the same token, at any temperature.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from pallas_kernels.wire_format import Pool
 LATELY, PRIMED = DRAFT_READS_LATELY, DRAFT_READS
 WIPED = 16  # pages that one program wipes
 ROWS = 3  # of packed chunks without adapters
-FREE = -2  # where a guess is wanted
+FREE = -2  # a position for which a draft is wanted
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A model that guesses, and where its weights are."""
+    """A draft model and the source of its weights."""
 
     source: Source
     config: ModelConfig
-    name: str = "draft"  # tells drafts and their weights apart
+    name: str = "draft"  # distinguishes draft models and their weights
 
 
 class DraftLayers(LayerGroup):
-    """All layers of such a model on the devices that draw, and the pages of a worker's pool once more."""
+    """All layers of a draft model on the devices that sample, with as many pages as the worker's pool."""
 
     def __init__(
         self,
@@ -85,36 +85,36 @@ class DraftLayers(LayerGroup):
         own = [self.guess_program, self.set_fed, self.unread, self.wipe_program, self.found_program]
         return [*super().programs, *own]
 
-    # ------------------------------------------------------------ its pages
+    # ------------------------------------------------------------ pages
 
     @property
     def kept(self) -> bool:
-        """Whether its KV goes wherever the model's does."""
+        """Returns True if the draft's KV is shipped and stored wherever the model's is."""
         return self.worker.draft_layers > 0
 
     def wipe(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Zeros where nothing is written yet: of each page from that row on."""
+        """Zeros the unwritten rows of pages; rows: (page, first row to zero)."""
         for start in range(0, len(rows), WIPED):
             padded = np.full((2, WIPED), NULL_PAGE, np.int32)
             padded[:, : len(rows[start : start + WIPED])] = np.array(rows[start : start + WIPED], np.int32).T
             self.kv.pools, _ = self.wipe_program(self.kv.pools, *self.submesh.put((padded[0], padded[1])))
 
     def arrived(self, transfer: KVTransfer, layers: Sequence[range]) -> None:
-        """Pages of the model came, of these layers: where not the draft's too, what it had there is wiped."""
+        """Wipes the draft's part of arrived pages if the transfer brought only the model's layers."""
         ends = self.pages.first_layer
         if (transfer.layers is None or transfer.layers[1] >= ends) and all(each.start < ends for each in layers):
             self.wipe([(page, 0) for page in transfer.destination_pages])
 
     def found(self, admission: Admission) -> Array:
-        """i32[]: how many tokens of one that takes a slot have their KV, where tokens are drawn; of the first ones."""
+        """Returns i32[] on the device that samples: how many of an admitted sequence's first tokens have draft KV."""
         table = np.zeros(self.worker.table_buckets[-1], np.int32)
         table[: len(admission.pages)] = admission.pages
         place = self.submesh.put((table, np.asarray(admission.position, np.int32)))
         return self.found_program(self.kv.pools[:1], *place).addressable_data(0)
 
     def read(self, packed: Packed, chunks: Chunks | None = None) -> None:
-        """Chunks of prompts, on the submesh already where `chunks` says so."""
-        if chunks is None or len(packed.rows) > ROWS:  # adapters are the other model's
+        """Runs the draft model over chunks of prompts; chunks: their copy on this submesh, if there is one."""
+        if chunks is None or len(packed.rows) > ROWS:  # adapters belong to the served model
             chunks = Chunks(*self.submesh.put((packed.rows[:ROWS], packed.spans, packed.table)))
         self.prefill(chunks, None)
 
@@ -122,13 +122,13 @@ class DraftLayers(LayerGroup):
     def primed_tokens(self) -> int:
         return min(PRIMED, self.worker.max_model_len)
 
-    # ------------------------------------------------------------ a guess
+    # ------------------------------------------------------------ drafts
 
     def guess(
         self, table: Array, history: Array, state: Array, fed: Array, widths: Array, given: Array, metadata: Any
     ) -> tuple[Array, Array]:
-        """(what may follow each slot's token, i32[B, drafts], as `given` where that is not FREE; fed), where tokens
-        are drawn. FREE is left where a slot's last tokens are more than were read here."""
+        """Returns (draft tokens i32[B, drafts], fed) on the device that samples. Positions of `given` that are not FREE
+        are kept. FREE remains for slots with more unread tokens than the program reads."""
         here = self.submesh.spread
         held = here(history), here(state), here(fed), here(widths), here(given), SamplingMetadata(*map(here, metadata))
         self.kv.pools, guess, fed = self.guess_program(self.params.leaves, self.kv.pools, table, *held)
@@ -146,7 +146,7 @@ class DraftLayers(LayerGroup):
         given: Array,
         metadata: SamplingMetadata,
     ) -> tuple[list[Pool] | Array, ...]:
-        """fed i32[B]: tokens whose KV is there, unless they were guesses and others were drawn."""
+        """Makes the drafts; fed i32[B]: tokens with KV in the pages, rejected drafts possibly among them."""
         position, wanted = state[POSITION], running(state) & (widths > 1)
         fed = jnp.minimum(fed, position)
         pools, logits, read = self._read_lately(leaves, pools, table, history, position, fed, wanted)
@@ -172,8 +172,8 @@ class DraftLayers(LayerGroup):
         fed: Array,
         wanted: Array,
     ) -> tuple[list[Pool], Array, Array]:
-        """Reads up to LATELY tokens a slot: the pools, logits f32[B, V] behind the last one read, and how many tokens
-        have been read i32[B]."""
+        """Processes up to LATELY tokens per slot; returns the pools, the logits f32[B, V] after the last one, and the
+        number of processed tokens i32[B]."""
         places = fed[:, None] + jnp.arange(LATELY)[None, :]
         tokens = jnp.take_along_axis(history, jnp.minimum(places, history.shape[1] - 1), axis=1)
         rows = rows_of(tokens, places, wanted[:, None] & (places <= position[:, None]))
@@ -187,22 +187,19 @@ class DraftLayers(LayerGroup):
 
 
 def fed_set(fed: Array, row: Array, tokens: Array) -> Array:
-    """fed i32[B], one slot's said anew."""
     return fed.at[row].set(tokens)
 
 
 def found_in(pools: list[Pool], table: Array, position: Array) -> Array:
-    """i32[]: tokens before `position` whose keys and values are there, from the first of them on.
-
-    table i32[W]: a slot's pages. Rows that nothing was written to are zeros, and no token's keys are.
-    """
+    """Returns i32[]: the tokens before `position` with keys and values in the pages, counted from the first without a
+    gap. table i32[W]: a slot's pages. Rows that were never written are zeros, and no token's keys are all zeros."""
     there = jnp.any(stored(pools[0])[table] != 0, axis=(1, 2, 4)).reshape(-1)
     there &= jnp.arange(there.shape[0]) < position
     return jnp.sum(jnp.cumprod(there.astype(jnp.int32)))
 
 
 def wiped(pools: list[Pool], pages: Array, firsts: Array) -> tuple[list[Pool], Array]:
-    """Zeros in each page from a row on; the second result only says that it is done."""
+    """Zeros each page from a row on; the second result becomes ready when that is done."""
     held: Any = jnp.stack([stored(pool)[pages] for pool in pools])
     left = jnp.arange(held.shape[4])[None, :] < firsts[:, None]
     values = jnp.where(left[None, :, None, None, :, None], held, 0).astype(held.dtype)
@@ -210,13 +207,13 @@ def wiped(pools: list[Pool], pages: Array, firsts: Array) -> tuple[list[Pool], A
 
 
 def rows_of(tokens: Array, positions: Array, enabled: Array) -> Array:
-    """A state i32[4, N] of such rows, one behind the other."""
+    """Returns the state i32[4, N] of these rows, flattened."""
     rows = tokens, positions, jnp.zeros_like(positions), enabled.astype(jnp.int32)
     return jnp.stack([each.reshape(-1) for each in rows])
 
 
 def drawn_alike(logits: Array, metadata: SamplingMetadata, positions: Array) -> Array:
-    """i32[B]: what each slot would draw, were these its logits."""
+    """Returns i32[B]: the token that each slot would sample from these logits."""
 
     def drawn(logits: Array) -> Array:
         return pick(logits, metadata, None, positions)
@@ -226,7 +223,7 @@ def drawn_alike(logits: Array, metadata: SamplingMetadata, positions: Array) -> 
 
 
 class Beside(Protocol):
-    """What the machine of the other model is made of."""
+    """The settings that a draft model takes from the executor of the served model."""
 
     @property
     def draft(self) -> DraftModel | HeadModel | None: ...
@@ -237,14 +234,16 @@ class Beside(Protocol):
 
 
 def open_draft(place: Beside, worker: WorkerConfig, model: ModelConfig, submesh: Submesh) -> DraftLayers | None:
-    """The model that a worker guesses by, or that reads its prompts for others, on its last stage; None where it needs
-    none. model: that is served."""
+    """Loads the draft model of a worker on its last stage; None if the worker neither drafts nor runs it for others.
+    model: the served model."""
     draft, guesses = place.draft, worker.role.decodes and worker.draft_tokens
     if not isinstance(draft, DraftModel) or not (worker.draft_layers or guesses):
         return None
     layers = range(draft.config.num_layers)
     params = load_stage(draft.source, StageSpec(draft.config, layers, submesh.mesh, place.dtype))
-    dtype = str(jnp.dtype(place.dtype)) if place.layout.scaled else place.layout.dtype  # it is small: no scales
+    dtype = (
+        str(jnp.dtype(place.dtype)) if place.layout.scaled else place.layout.dtype
+    )  # the draft is small and not quantised
     layout = KVLayout.of(draft.config, worker.page_size, dtype, place.layout.tiled)
     pages = DraftPages(draft.name, layout, model.num_layers)
     return DraftLayers(params, draft.config, submesh, pages, worker)

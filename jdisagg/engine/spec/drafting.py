@@ -1,13 +1,12 @@
-"""Decode rows that verify a draft: what may follow is guessed from the sequence's own tokens, and several guesses are
-checked by one step.
+"""Speculative decoding: decode rows that verify several drafted tokens in one step.
 
-Speculative decoding (Leviathan et al., ICML 2023) with n-gram drafts (prompt lookup: Saxena 2023). All of it runs where
-tokens are drawn, so that steps follow each other without the host, as those of one token do. Of each slot the device
-holds the tokens so far; the longest end of them that stood there before, of MAX_NGRAM tokens down to MIN_NGRAM, says
-what came after it then. A step feeds the last token and the draft as so many rows, one position behind the other, and
-draws at each. A draw is a function of the request's seed and the position (`sampling.py`), and the draft is certain of
-its token, so the draft is taken as far as it is what was drawn: rejection sampling of such a draft takes a token just
-as often, and here the tokens are those that steps of one would have drawn.
+Drafts come from n-grams of the sequence's own tokens (Leviathan et al., ICML 2023; prompt lookup: Saxena 2023). All of
+it runs on the device that samples, so steps follow each other without the host, as steps of one token do. The device
+holds each slot's tokens. The longest suffix of MAX_NGRAM down to MIN_NGRAM tokens that occurred before gives the draft:
+the tokens that followed that occurrence. A step feeds the last token and the draft as consecutive rows and samples at
+each. The sample is a function of the request's seed and the position (`sampling.py`), and the draft has probability 1
+on its token. A drafted token is accepted if it equals the sampled one. Rejection sampling of such a draft accepts a
+token just as often, and here the tokens are those that steps of one token would have sampled.
 """
 
 from __future__ import annotations
@@ -58,37 +57,36 @@ from jdisagg.engine.spec.grammar_masks import masked
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Program
 
-# What is drawn of a step's rows where a slot has several, its token's and a draft's: each row draws, and a draft
-# is taken as far as it is what was drawn.
+# Verification: each row of a slot samples, and the draft is accepted up to the first row that sampled another token.
 #
-# Penalties look at what stood before: of a draft's rows, at the guesses in front of each one too, which are what
-# was drawn wherever the row behind them counts.
+# Penalties count the tokens before a row. For the rows of a draft these include the drafted tokens before it, which
+# equal the sampled ones wherever the row counts.
 
 
 def noted(history: Array, state: Array) -> Array:
-    """The history with each running slot's token at its position."""
+    """Returns the history with each running slot's token written at its position."""
     slots = jnp.arange(history.shape[0])
     places = jnp.where(running(state), state[POSITION], history.shape[1])
     return history.at[slots, places].set(state[TOKEN], mode="drop")
 
 
 def taken(history: Array, state: Array, wide: Array, tokens: Array, metadata: SamplingMetadata) -> Any:
-    """(history, state, what is told i32[B, 2 + drafts]) after these were drawn, i32[B * (1 + drafts)], by rows as
-    `wide`: tokens as far as each row was fed what the one before it drew, MASKED behind that, and in the last column
-    how many were guessed."""
+    """Returns (history, state, reported i32[B, 2 + drafts]) after sampling `tokens` i32[B * (1 + drafts)]. wide: the
+    state of the rows. A slot's tokens are reported as long as each row was fed what the row before sampled, and MASKED
+    after that. The last column is the number of drafted tokens."""
     fed, drawn = wide[TOKEN].reshape(state.shape[1], -1), tokens.reshape(state.shape[1], -1)
     enabled, going, reported = wide[ENABLED].reshape(fed.shape) == 1, state, []
     for column in range(fed.shape[1]):
         on = enabled[:, column] if column == 0 else enabled[:, column] & (fed[:, column] == reported[-1])
-        going, told = advanced(going.at[ENABLED].set(on.astype(jnp.int32)), drawn[:, column], metadata)
-        reported.append(told)
+        going, column_tokens = advanced(going.at[ENABLED].set(on.astype(jnp.int32)), drawn[:, column], metadata)
+        reported.append(column_tokens)
         history = noted(history, going)
     guesses = jnp.where(running(state), jnp.sum(enabled[:, 1:], axis=1, dtype=jnp.int32), 0)
     return history, going.at[ENABLED].set(state[ENABLED]), jnp.stack([*reported, guesses], axis=1)
 
 
 def repeated(metadata: SamplingMetadata, rows: int) -> SamplingMetadata:
-    """That of each slot for each of its rows."""
+    """Returns the metadata with each slot's entry repeated for each of its rows."""
     times = rows // metadata.ints.shape[0]
     return SamplingMetadata(*(jnp.repeat(each, times, axis=0) for each in metadata))
 
@@ -100,17 +98,18 @@ def verified_greedy(history: Array, state: Array, wide: Array, logits: Array, me
 def verified(
     history: Array, state: Array, wide: Array, logits: Array, metadata: SamplingMetadata, counts: Counts
 ) -> Any:
-    """As `taken`, of logits f32[B * (1 + drafts), V]."""
-    asked, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
+    """Samples and verifies with all sampling parameters: `taken` for logits f32[B * (1 + drafts), V]."""
+    penalties, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
     logits = jax.lax.cond(
-        jnp.any(asked != neutral), penalised_ahead, lambda logits, *_: logits, logits, wide, metadata, counts
+        jnp.any(penalties != neutral), penalised_ahead, lambda logits, *_: logits, logits, wide, metadata, counts
     )
     own = repeated(metadata, logits.shape[0])
     return taken(history, state, wide, pick(logits, own, None, wide[POSITION] + 1), metadata)
 
 
 def penalised_ahead(logits: Array, wide: Array, metadata: SamplingMetadata, counts: Counts) -> Array:
-    """f32[B * (1 + drafts), V]: each row's, as if all that its slot is fed before it had been drawn."""
+    """Returns logits f32[B * (1 + drafts), V], penalised as if all tokens fed to the slot before a row had been
+    sampled."""
     slots, vocab_size = counts.output.shape
     by_slot, fed, rows = logits.reshape(slots, -1, vocab_size), wide[TOKEN].reshape(slots, -1), []
     for column in range(fed.shape[1]):
@@ -119,45 +118,45 @@ def penalised_ahead(logits: Array, wide: Array, metadata: SamplingMetadata, coun
     return jnp.stack(rows, axis=1).reshape(logits.shape)
 
 
-def counted_drafts(counts: Counts, told: Array) -> Counts:
-    """The counts with all that was drawn."""
-    for column in range(told.shape[1] - 1):
-        counts = counted(counts, told[:, column])
+def counted_drafts(counts: Counts, reported: Array) -> Counts:
+    """Returns the counts with all sampled tokens of the drafts' rows added."""
+    for column in range(reported.shape[1] - 1):
+        counts = counted(counts, reported[:, column])
     return counts
 
 
-def drafts_logprobs(logits: Array, told: Array) -> tuple[Array, Array, Array]:
-    """As `token_logprobs`, of every row."""
-    return token_logprobs(logits, told[:, :-1].reshape(-1))
+def drafts_logprobs(logits: Array, reported: Array) -> tuple[Array, Array, Array]:
+    """Returns `token_logprobs` of every row of the drafts."""
+    return token_logprobs(logits, reported[:, :-1].reshape(-1))
 
 
 @dataclass(frozen=True)
 class PendingDrafts:
-    """What rows with drafts draw, on its way to the host."""
+    """The samples of rows with drafts, being copied to the host."""
 
     plan: DecodeRows
     first_slot: int
-    told: Array  # i32[B, 2 + drafts], see `taken`
+    reported: Array  # i32[B, 2 + drafts], reported by `taken`
     wanted: list[int | None]  # SamplingParams.logprobs of the active slots
     logprobs: tuple[Array, Array, Array] | None  # of B * (1 + drafts) rows
-    kinds: list[str]  # of the active slots: what their drafts were made by
+    kinds: list[str]  # of the active slots: the source of their drafts
 
     def read(self) -> DrawnRows:
-        """Blocks until they are there; see `StepDone`."""
+        """Returns the sampled rows, see `StepDone`; blocks until they are on the host."""
         rows = [slot - self.first_slot for slot in self.plan.active]
-        drawn, width = np.asarray(self.told)[:, :-1].tolist(), self.told.shape[1] - 1
+        drawn, width = np.asarray(self.reported)[:, :-1].tolist(), self.reported.shape[1] - 1
         parts = None if self.logprobs is None else [np.asarray(each) for each in self.logprobs]
         drawn_rows = []
         for slot, row, number in zip(self.plan.active, rows, self.wanted, strict=True):
             tokens = [token for token in drawn[row] if token != MASKED]
             own = slice(row * width, row * width + len(tokens))
-            told = sampled_rows(tokens, [number] * len(tokens), parts and [part[own] for part in parts])
-            drawn_rows.append((slot, tuple(told) or None))
+            accepted = sampled_rows(tokens, [number] * len(tokens), parts and [part[own] for part in parts])
+            drawn_rows.append((slot, tuple(accepted) or None))
         return tuple(drawn_rows)
 
     def guessed(self) -> tuple[tuple[int, str, int], ...]:
-        """As `StepDone.guessed`."""
-        numbers = np.asarray(self.told)[:, -1].tolist()
+        """Returns (slot, draft source, drafted tokens) of the slots with drafts, see `StepDone.guessed`."""
+        numbers = np.asarray(self.reported)[:, -1].tolist()
         found = [
             (slot, kind, numbers[slot - self.first_slot])
             for slot, kind in zip(self.plan.active, self.kinds, strict=True)
@@ -165,42 +164,41 @@ class PendingDrafts:
         return tuple(each for each in found if each[2])
 
 
-# What a draft model has read of each slot, and what it is still to read: no more than a guess needs, and not
-# before one is wanted.
+# The KV that a draft model has for each slot, and the tokens that it has not processed yet.
 #
-# What it has read lies in its pages, which come with the model's from wherever the tokens were computed, and say
-# themselves how far they go (`DraftLayers.found`). What is not there is read from the tokens, those that were
-# drawn among them: at most PRIMED of them a step, so that the rows beside it go on; n-grams guess meanwhile. A
-# slot that is asked for no guess is not read.
+# The draft model's KV is in its own pages, which are shipped with the served model's. Pages show how many of their
+# tokens are valid (`DraftLayers.found`). Missing KV is computed from the tokens, sampled ones included, at most PRIMED
+# a step, so that other rows are not delayed; n-grams make the drafts meanwhile. Nothing is computed for a slot for
+# which no draft is wanted.
 
-KNOWN_AFTER = 2  # steps: what a step's programs found is then read by nobody who would wait for it
+KNOWN_AFTER = 2  # steps after which the result of a program is on the host, so that reading it does not wait
 
 
 @dataclass(frozen=True)
 class PendingDraftRead:
-    """How many tokens of a slot the pages have, on its way to the host."""
+    """The number of a slot's tokens that the draft's pages hold, being copied to the host."""
 
     step: int
-    position: int  # tokens that they would have, were all there
+    position: int  # tokens that complete pages would hold
     found: Array  # i32[]
 
 
 class DraftReading:
-    """Of the slots of one microbatch, by their rows."""
+    """Tracks how much draft KV the slots of one microbatch have, by row."""
 
     def __init__(self, layers: DraftLayers, batch: Microbatch) -> None:
         self.layers, self.batch, self.steps = layers, batch, 0
-        self.fed: Array = batch.put(np.zeros(batch.size, np.int32))  # tokens whose KV is there
-        self.arriving: dict[int, Admission] = {}  # their pages may be on their way
-        self.asked: dict[int, PendingDraftRead] = {}
-        self.unread: dict[int, int] = {}  # tokens before the next one whose KV is not there, at most
+        self.fed: Array = batch.put(np.zeros(batch.size, np.int32))  # tokens whose KV is in the pages
+        self.arriving: dict[int, Admission] = {}  # admitted slots whose pages may still be in transfer
+        self.lookups: dict[int, PendingDraftRead] = {}
+        self.unread: dict[int, int] = {}  # upper bound of the tokens before the next one without KV
         worker = layers.worker
         self.places = batch.put((np.arange(layers.primed_tokens, dtype=np.int32), np.int32(worker.page_size)))
 
-    # ------------------------------------------------------------ what is there
+    # ------------------------------------------------------------ draft KV in the pages
 
     def begin(self, plan: DecodeRows) -> None:
-        """Before a step: who comes, and how far the pages of those go who have all of them now."""
+        """Takes a step's admissions and retirements, and looks up the draft KV of slots whose pages are complete."""
         self.steps += 1
         for slot in plan.retire:
             self._forget(slot - self.batch.first_slot)
@@ -215,7 +213,7 @@ class DraftReading:
             self._look()
 
     def _forget(self, row: int) -> None:
-        for each in (self.arriving, self.asked, self.unread):
+        for each in (self.arriving, self.lookups, self.unread):
             each.pop(row, None)
 
     def _look(self) -> None:
@@ -230,22 +228,22 @@ class DraftReading:
             found = self.layers.found(admission)
             self._restart(row, found)
             found.copy_to_host_async()
-            self.asked[row], self.unread[row] = PendingDraftRead(self.steps, admission.position, found), 0
+            self.lookups[row], self.unread[row] = PendingDraftRead(self.steps, admission.position, found), 0
         self.arriving.clear()
-        for row, asked in list(self.asked.items()):
-            if self.steps >= asked.step + KNOWN_AFTER:
-                del self.asked[row]
-                self.unread[row] += asked.position - int(np.asarray(asked.found))
+        for row, lookup in list(self.lookups.items()):
+            if self.steps >= lookup.step + KNOWN_AFTER:
+                del self.lookups[row]
+                self.unread[row] += lookup.position - int(np.asarray(lookup.found))
 
     def _restart(self, row: int, found: np.ndarray | Array) -> None:
         self.fed = self.layers.set_fed(self.fed, *self.batch.put((np.asarray(row, np.int32), found)))
 
-    # ------------------------------------------------------------ what is read
+    # ------------------------------------------------------------ draft KV to compute
 
     def due(self, plan: DecodeRows) -> dict[int, int]:
-        """Tokens of each row that are read before the rows of this step guess: of those that are asked for a guess."""
+        """Returns the tokens to process per row before this step's drafts are made; only rows that want a draft."""
         if plan.gates:
-            return {}  # its pages may be on their way
+            return {}  # the slot's pages may still be in transfer
         wide = [slot for slot, width in zip(plan.active, plan.widths, strict=False) if width > 1 and not plan.turns]
         room, found = self.layers.primed_tokens, dict[int, int]()
         for row in (slot - self.batch.first_slot for slot in wide):
@@ -256,7 +254,7 @@ class DraftReading:
         return found
 
     def read(self, due: dict[int, int], history: Array) -> None:
-        """history i32[B, S]: the tokens of all slots, by position."""
+        """Runs the draft model over the due tokens; history i32[B, S]: the tokens of all slots, by position."""
         layers, batch = self.layers, self.batch
         picked = picks(due, layers.worker.max_chunk_seqs, batch.size)
         held = history, batch.state, self.fed, *batch.put((batch.table.copy(), picked)), *self.places
@@ -267,7 +265,8 @@ class DraftReading:
             self.unread[row] -= number
 
     def stepped(self, plan: DecodeRows, *, guessed: bool) -> None:
-        """What the rows of this step are going to draw is not read yet; `guessed`: but what was drawn before."""
+        """Adds the tokens that this step's rows will sample to the unread ones. guessed: the draft model has read the
+        tokens sampled before."""
         for slot, width in zip(plan.active, plan.widths or (1,) * len(plan.active), strict=True):
             row = slot - self.batch.first_slot
             if row not in self.unread:
@@ -280,15 +279,13 @@ class DraftReading:
 
 
 NO_GUESS = -1
-LATE = 16  # steps of one token a row whose tokens are noted at once
+LATE = 16  # single-token steps whose tokens are written to the history in one call
 
 
 def guessed(history: Array, state: Array, drafts: int) -> Array:
-    """What may follow each slot's token, i32[B, drafts]; NO_GUESS where its end never stood there before.
-
-    history i32[B, S]: tokens by position, that of `state` included. A guess that runs into the present goes on with
-    what it has guessed itself: what repeats is thought to go on repeating.
-    """
+    """Returns n-gram drafts i32[B, drafts]; NO_GUESS if no suffix of the slot's tokens occurred before. history i32[B,
+    S]: tokens by position, that of `state` included. A draft that reaches the end of the known tokens continues with
+    its own tokens, so a repetition is assumed to go on."""
     position, places = state[POSITION][:, None], jnp.arange(history.shape[1])[None, :]
     alike, ends = jnp.ones(history.shape, jnp.bool_), jnp.full(state.shape[1:], NO_GUESS, jnp.int32)
     for back in range(MAX_NGRAM):
@@ -304,9 +301,9 @@ def guessed(history: Array, state: Array, drafts: int) -> Array:
 
 
 def widened(history: Array, state: Array, widths: Array, given: Array) -> Array:
-    """The state i32[4, B * (1 + drafts)] of a step's rows, those of a slot one behind the other: its token and its
-    draft. `widths` i32[B] is how many of them may draw; `given` i32[B, drafts] are drafts of the host's, FREE for rows
-    that guess for themselves, NO_GUESS behind a draft's end."""
+    """Returns the state i32[4, B * (1 + drafts)] of a step's rows, those of a slot consecutive: its token and its
+    draft. `widths` i32[B] is how many of them may sample. `given` i32[B, drafts] are the host's drafts: FREE for rows
+    whose drafts are made on the device, NO_GUESS behind a draft's end."""
     drafts = given.shape[1]
     guess = jnp.where(given == FREE, guessed(history, state, drafts), given)
     tokens = jnp.concatenate([state[TOKEN][:, None], guess], axis=1)
@@ -318,13 +315,12 @@ def widened(history: Array, state: Array, widths: Array, given: Array) -> Array:
 
 
 def with_tokens(history: Array, row: Array, tokens: Array) -> Array:
-    """The history, one slot's tokens i32[S] put in its place."""
     return history.at[row].set(tokens)
 
 
 def noted_late(history: Array, state: Array, *tokens: Array) -> Array:
-    """The history with what the last steps of one token a row drew, `tokens` i32[B] each, the last of them where the
-    state is; MASKED where a slot drew none."""
+    """Returns the history with the samples of the last single-token steps written. tokens: i32[B] per step, MASKED for
+    slots that sampled none. The state is the one after the last of them."""
     drawn = jnp.stack(tokens, axis=1)
     took = (drawn != MASKED).astype(jnp.int32)
     behind = jnp.cumsum(took[:, ::-1], axis=1)[:, ::-1] - took  # tokens that were drawn after each
@@ -333,12 +329,12 @@ def noted_late(history: Array, state: Array, *tokens: Array) -> Array:
 
 
 def noted_turns(history: Array, state: Array, tokens: Array) -> Array:
-    """The history with what the last dispatch of several turns drew, `tokens` i32[most, B]; see `noted_late`."""
+    """Returns the history with the samples of a multi-step dispatch, `tokens` i32[most, B]; see `noted_late`."""
     return noted_late(history, state, *tokens)
 
 
 class HeadSteps(Protocol):
-    """The programs that a head has beside those of its layer group (`headed_decode.py`)."""
+    """The programs of a draft head besides those of its layer group (`spec/eagle.py`)."""
 
     @property
     def programs(self) -> list[Program]: ...
@@ -346,12 +342,10 @@ class HeadSteps(Protocol):
 
 
 class DraftPrograms:
-    """Those of steps with drafts, beside those of steps of one token."""
-
     def __init__(self, layers: DraftLayers | None = None) -> None:
-        """layers: of the model that guesses, where there is one."""
+        """Makes the programs; layers: of the draft model, if there is one."""
         self.layers, self.widen = layers, Program(widened)
-        self.head: HeadSteps | None = None  # where a head guesses
+        self.head: HeadSteps | None = None  # set if a draft head makes the drafts
         self.verify_greedy, self.verify = Program(verified_greedy, donate=(0,)), Program(verified, donate=(0,))
         self.count = Program(counted_drafts, donate=(0,))
         self.note, self.set_tokens = Program(noted_late, donate=(0,)), Program(with_tokens, donate=(0,))
@@ -367,27 +361,27 @@ class DraftPrograms:
 
     @property
     def guesser(self) -> str:
-        """Of rows without a grammar; see `StepDone.guessed`."""
+        """Returns the source of drafts for rows without a grammar; see `StepDone.guessed`."""
         return NGRAM if self.layers is None and self.head is None else DRAFT
 
 
 class Guesses:
-    """What drafts of one microbatch are made of, where its tokens are drawn."""
+    """The device state from which the drafts of one microbatch are made."""
 
     def __init__(self, batch: Microbatch, length: int, sizes: Sequence[int], layers: DraftLayers | None) -> None:
-        """sizes: tokens of the drafts that there are programs for. layers: of the model that guesses, if one does."""
+        """Allocates the state; sizes: draft lengths that have programs; layers: of the draft model, if there is one."""
         self.reading = None if layers is None else DraftReading(layers, batch)
         self.history: Array = batch.put(np.zeros((batch.size, length), np.int32))
         self.widths: Array = batch.put(np.zeros(batch.size, np.int32))
         self.sent = np.zeros(batch.size, np.int32)  # the widths as last sent
         self.free: dict[int, Array] = batch.put({size: np.full((batch.size, size), FREE, np.int32) for size in sizes})
-        self.unnoted: list[Array] = []  # tokens i32[B] of the last steps of one token a row, which it has not yet
+        self.unnoted: list[Array] = []  # tokens i32[B] of single-token steps, not written to the history yet
         self.nothing: Array = batch.put(np.full(batch.size, MASKED, np.int32))
-        self.wide: Array | None = None  # the rows of the step that is being dispatched; None: one a slot
-        self.judged: tuple[int, ...] = ()  # slots of that step with a grammar whose drafts are guessed here
+        self.wide: Array | None = None  # the rows of the step being dispatched; None: one per slot
+        self.judged: tuple[int, ...] = ()  # slots of that step with a grammar whose drafts are made on the device
 
     def tokens_of(self, admission: Admission) -> np.ndarray:
-        """i32[S]: the tokens of one that takes a slot, by position."""
+        """Returns the tokens i32[S] of an admitted sequence, by position."""
         row, held = np.zeros(self.history.shape[1], np.int32), admission.history.whole
         row[: len(held)] = held
         return row
@@ -399,7 +393,7 @@ class Guesses:
             self.widths, self.sent = batch.put(widths), widths
 
     def given(self, batch: Microbatch, size: int) -> Array:
-        """i32[B, size]: the drafts of rows with a grammar that the host makes; all others guess for themselves."""
+        """Returns the host's drafts i32[B, size] for rows with a grammar; FREE for all other rows."""
         if not batch.masks.places:
             return self.free[size]
         given = np.full((batch.size, size), FREE, np.int32)
@@ -411,7 +405,7 @@ class Guesses:
 
 
 class DraftingDecoder(Decoder):
-    """A `Decoder` whose rows may draw as many tokens as their widths say."""
+    """A `Decoder` whose rows may sample several tokens per step, as many as their widths allow."""
 
     def __init__(
         self,
@@ -428,7 +422,7 @@ class DraftingDecoder(Decoder):
 
     def begin(self, plan: DecodeRows) -> Microbatch:
         guesses = self.guesses[plan.microbatch]
-        if plan.admit:  # what was drawn is of those who had the slots before
+        if plan.admit:  # pending tokens belong to the slots' previous sequences
             self._note(self.microbatches[plan.microbatch], guesses)
         batch = super().begin(plan)
         for admission in plan.admit:
@@ -440,12 +434,12 @@ class DraftingDecoder(Decoder):
         if guesses.reading is not None:
             guesses.reading.stepped(plan, guessed=longest > 0 and not plan.gates)
         if plan.turns:
-            self._note(batch, guesses)  # before they go on
+            self._note(batch, guesses)  # pending tokens are written before the steps run
         if longest:
             self._note(batch, guesses)
             guesses.send_widths(batch, plan)
             given = guesses.given(batch, bucket(longest, self.config.draft_sizes))
-            if not plan.gates:  # else the pages it would be guessed from are on their way
+            if not plan.gates:  # else the pages that the draft needs may still be in transfer
                 given = self._guess(batch, guesses, given, plan.table_pages)
             wide = guesses.wide = self.drafts.widen(guesses.history, batch.state, guesses.widths, given)
             if guesses.judged:
@@ -458,7 +452,7 @@ class DraftingDecoder(Decoder):
         guesses.history = self.drafts.set_tokens(guesses.history, *tokens)
 
     def _read(self, batch: Microbatch, guesses: Guesses, reading: DraftReading, plan: DecodeRows) -> None:
-        """What the model that guesses has not, as far as this step wants guesses."""
+        """Lets the draft model process unread tokens of the rows for which this step wants drafts."""
         reading.begin(plan)
         due = reading.due(plan)
         if due:
@@ -466,7 +460,7 @@ class DraftingDecoder(Decoder):
             reading.read(due, guesses.history)
 
     def _guess(self, batch: Microbatch, guesses: Guesses, given: Array, width: int) -> Array:
-        """The drafts of the host's, and for other rows those of the model that guesses; FREE is left to n-grams."""
+        """Returns the host's drafts, with those of the draft model for other rows; FREE remains for n-grams."""
         layers, reading = self.drafts.layers, guesses.reading
         if layers is None or reading is None:
             return given
@@ -474,13 +468,13 @@ class DraftingDecoder(Decoder):
         if batch.rows.adapters is None:
             table = batch.table_on(layers.submesh, width)
         else:
-            table = layers.submesh.put(batch.table[:, :width].copy())  # adapters are the other model's
+            table = layers.submesh.put(batch.table[:, :width].copy())  # adapters belong to the served model
         given, reading.fed = layers.guess(table, *held)
         return given
 
     def _longest(self, batch: Microbatch, plan: DecodeRows) -> int:
-        """Makes the drafts of rows with grammars as far as the host does, and says how many tokens the longest of all
-        may have. Where a model guesses, it does for those too of whom nothing is forced."""
+        """Makes the host's drafts for rows with grammars and returns the greatest draft length of any row. If a draft
+        model is used, it also drafts for rows with a grammar that forces no token."""
         guesses, held = self._guesses_of(batch), batch.masks.places
         guesses.judged = ()
         if not held:
@@ -494,7 +488,8 @@ class DraftingDecoder(Decoder):
         return max((len(held[row].draft) if row in by_host else width - 1 for row, width in widths.items()), default=0)
 
     def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
-        """Page table i32[B, width] and state i32[4, B], or i32[4, B * (1 + drafts)], where the group is."""
+        """Returns the page table i32[B, width] and the state i32[4, B], or i32[4, B * (1 + drafts)], on the group's
+        devices."""
         table, state = super().inputs(group, batch, width)
         wide = self._guesses_of(batch).wide
         return table, state if wide is None else group.submesh.spread(wide)
@@ -503,20 +498,21 @@ class DraftingDecoder(Decoder):
         guesses = self._guesses_of(batch)
         if guesses.wide is None:
             return super().finish(batch, plan, logits)
-        asked = batch.asked(plan.active).each
-        told = self._verify(batch, guesses, guesses.wide, logits, plan)
-        wanted, logprobs = [sampling.logprobs for sampling in asked], None
+        all_sampling = batch.batch_sampling(plan.active).each
+        reported = self._verify(batch, guesses, guesses.wide, logits, plan)
+        wanted, logprobs = [sampling.logprobs for sampling in all_sampling], None
         if any(number is not None for number in wanted):
-            logprobs = self.drafts.logprobs(logits, told)
-        for array in (told, *(logprobs or ())):
+            logprobs = self.drafts.logprobs(logits, reported)
+        for array in (reported, *(logprobs or ())):
             array.copy_to_host_async()
         forced = batch.masks.places.keys() - set(guesses.judged)
         kinds = [GRAMMAR if slot - batch.first_slot in forced else self.drafts.guesser for slot in plan.active]
-        return PendingDrafts(plan, batch.first_slot, told, wanted, logprobs, kinds)
+        return PendingDrafts(plan, batch.first_slot, reported, wanted, logprobs, kinds)
 
-    def _draw(self, batch: Microbatch, logits: Array, asked: BatchSampling) -> Array:
-        """As the decoder without drafts, by the same programs: what they draw is noted later, many steps at once."""
-        tokens, guesses = super()._draw(batch, logits, asked), self._guesses_of(batch)
+    def _draw(self, batch: Microbatch, logits: Array, sampling: BatchSampling) -> Array:
+        """Samples with the programs of the decoder without drafts; the history gets the tokens later, many steps at
+        once."""
+        tokens, guesses = super()._draw(batch, logits, sampling), self._guesses_of(batch)
         guesses.unnoted.append(tokens)
         if len(guesses.unnoted) == LATE:
             self._note(batch, guesses)
@@ -529,28 +525,28 @@ class DraftingDecoder(Decoder):
             guesses.unnoted.clear()
 
     def took_turns(self, batch: Microbatch, tokens: Array) -> None:
-        """A dispatch of several turns drew these, i32[most, B]."""
+        """Writes the tokens i32[most, B] of a multi-step dispatch to the history."""
         guesses = self._guesses_of(batch)
         guesses.history = self.drafts.note_turns(guesses.history, batch.state, tokens)
 
     def _verify(self, batch: Microbatch, guesses: Guesses, wide: Array, logits: Array, plan: DecodeRows) -> Array:
-        asked = batch.asked(plan.active).each
-        if any(sampling.grammar for sampling in asked):
+        all_sampling = batch.batch_sampling(plan.active).each
+        if any(sampling.grammar for sampling in all_sampling):
             rows = [slot - batch.first_slot for slot in plan.active]
             self._judge(batch, guesses.judged, wide)
             logits = self.drafts.mask(logits, batch.masks.allowed_behind(rows, wide.shape[1] // batch.size - 1))
         held = guesses.history, batch.state, wide, logits
-        if all(is_plain(sampling) for sampling in asked):
-            guesses.history, batch.state, told = self.drafts.verify_greedy(*held, batch.metadata)
-            return told
-        guesses.history, batch.state, told = self.drafts.verify(*held, batch.metadata, batch.counts)
-        if any(sampling.penalised for sampling in asked):
-            batch.counts = self.drafts.count(batch.counts, told)
-        return told
+        if all(is_plain(sampling) for sampling in all_sampling):
+            guesses.history, batch.state, reported = self.drafts.verify_greedy(*held, batch.metadata)
+            return reported
+        guesses.history, batch.state, reported = self.drafts.verify(*held, batch.metadata, batch.counts)
+        if any(sampling.penalised for sampling in all_sampling):
+            batch.counts = self.drafts.count(batch.counts, reported)
+        return reported
 
     def _judge(self, batch: Microbatch, judged: Sequence[int], wide: Array) -> None:
-        """What was guessed for these slots decides about their masks: it is there before the layers have run, and masks
-        are made while they do."""
+        """Hands drafts that were made on the device to the grammar masks. The drafts are ready before the layers have
+        run, so masks are made while the layers run."""
         if judged:
             rows = np.asarray(wide).reshape(4, batch.size, -1)[:, :, 1:]
             for row in judged:
@@ -561,5 +557,5 @@ class DraftingDecoder(Decoder):
 
 
 def history_length(config: WorkerConfig) -> int:
-    """Positions that a sequence may have, and a draft behind them."""
+    """Returns the positions that a sequence and a draft behind it may have."""
     return config.table_buckets[-1] * config.page_size + config.draft_tokens

@@ -1,9 +1,9 @@
-"""The last layer group of a model that has a draft head: the head's layer lies behind it (`model/draft_head.py`).
+"""The last layer group of a model with a draft head, whose layer follows the group's (`model/draft_head.py`).
 
-Every program that runs tokens through the group writes the head's keys and values for them as well, in a pool behind
-those of its layers, so that they are there wherever the pages are: after a handoff, a preemption, a prefix that was
-found. That takes the head's first products alone, as nothing of what its layer makes is read. `guess` runs it whole,
-one row a slot, and once for each token that it guesses.
+Every program that runs tokens through the group also writes the head's keys and values for them, in a pool behind those
+of its layers. They are therefore wherever the pages are: after a handoff, a preemption or a prefix hit. This needs only
+the head's first products, as the output of its layer is not used. `guess` runs the whole head, one row per slot, once
+per drafted token.
 """
 
 from __future__ import annotations
@@ -48,14 +48,12 @@ Kinds = tuple[DecodeAttentionRows | None, ChunkRows | None]
 
 @dataclass(frozen=True)
 class HeadedParams:
-    """The weights of a stage and of its head."""
-
     stage: StageParams
     head: HeadParams
 
     @property
     def leaves(self) -> list[Any]:
-        """In one list, as they are now: the stage's adapters come and go."""
+        """Returns all leaves in one list, read anew at each call: the stage's adapters change."""
         return [*self.stage.leaves, *self.head.leaves]
 
     @property
@@ -82,7 +80,7 @@ class HeadedParams:
 
 
 class EagleLayerGroup(LayerGroup):
-    """A `LayerGroup` whose pages have one layer more."""
+    """A `LayerGroup` with a draft head, whose pages have one more layer."""
 
     def __init__(
         self,
@@ -106,7 +104,7 @@ class EagleLayerGroup(LayerGroup):
         self.mixed_program = self._program(self._mixed, 7, 4 + counts)
         self.head_program, self.pool_program, self.score_program = self._ends()
         self.guess_program = self._program(self._guess, 6, 1)
-        self.states_of_rows: Array | None = None  # [rows, hidden], of the decode rows that ran last
+        self.states_of_rows: Array | None = None  # [rows, hidden], of the last step's decode rows
 
     @property
     def kv_layers(self) -> range:
@@ -121,12 +119,13 @@ class EagleLayerGroup(LayerGroup):
     def programs(self) -> list[Any]:
         return [*super().programs, self.guess_program]
 
-    # ------------------------------------------------------------ what one shard runs
+    # ------------------------------------------------------------ code of one shard
 
     def decode_step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, leaves: list[Array], pools: list[Pool], table: Array, state: Array, kept: Array, x: Array | None
     ) -> tuple[list[Pool] | Array, ...]:
-        """kept [B, hidden]: the state before each slot's first row. Beside the logits the states of all rows."""
+        """Runs the group and writes the head's KV. kept [B, hidden]: the state before each slot's first row. Returns
+        the states of all rows besides the logits."""
         stage, x = self._run(leaves, x, state[TOKEN])
         slots, adapters = self._slots(pools, table, state)
         kinds: Kinds = slots, None
@@ -180,7 +179,7 @@ class EagleLayerGroup(LayerGroup):
         positions: Array,
         before: Array,
     ) -> list[Pool]:
-        """The pools with the head's keys and values of these rows."""
+        """Returns the pools with the head's keys and values of these rows."""
         return self._through_head(leaves, stage, pools, kinds, tokens, positions, before)[0]
 
     def _through_head(
@@ -193,7 +192,7 @@ class EagleLayerGroup(LayerGroup):
         positions: Array,
         before: Array,
     ) -> tuple[list[Pool], Array]:
-        """The pools, and what the states of these rows are going to be."""
+        """Returns the pools, and the head's prediction of the states of these rows."""
         head, last = self.params.merge_head(leaves), [pools[-1]]
         offset = (len(self.kv_layers) - 1) * (stored(pools[-1]).shape[0] // len(self.kv_layers)) if self.joined else 0
         rows, chunks = (shifted(kinds[0], offset), shifted(kinds[1], offset)) if offset else kinds
@@ -203,10 +202,10 @@ class EagleLayerGroup(LayerGroup):
         x = head(embed[...][tokens], before, positions, attend)
         return [*pools[:-1], last[0]], x
 
-    # ------------------------------------------------------------ a guess
+    # ------------------------------------------------------------ drafts
 
     def guess(self, table: Array, state: Array, kept: Array, widths: Array, given: Array, metadata: Any) -> Array:
-        """What may follow each slot's token, i32[B, drafts], as `given` where that is not FREE."""
+        """Returns drafts i32[B, drafts]; positions of `given` that are not FREE are kept."""
         here = self.submesh.spread
         held = *(here(each) for each in (state, kept, widths, given)), SamplingMetadata(*map(here, metadata))
         pools, guess = self.guess_program(self.params.leaves, self.kv.pools[-1:], table, *held)
@@ -224,8 +223,8 @@ class EagleLayerGroup(LayerGroup):
         given: Array,
         metadata: SamplingMetadata,
     ) -> tuple[list[Pool] | Array, ...]:
-        """Where a slot guesses anew, its row's state is what the head made of the row before. A head knows no adapters:
-        those of the rows are in the states that it begins with."""
+        """Makes the drafts. For each further token the row's state is what the head made of the row before. A head has
+        no adapters: those of the rows are part of the states that it starts from."""
         table = table[:, :-1] if self.adapters else table
         stage, head = self.params.merge(leaves), self.params.merge_head(leaves)
         token, states, found = state[TOKEN], kept, []
@@ -238,7 +237,7 @@ class EagleLayerGroup(LayerGroup):
         return pools, jnp.where(given == FREE, jnp.stack(found, axis=1), given)
 
     def _drawn(self, stage: Stage, head: DraftHead, states: Array, metadata: SamplingMetadata, at: Array) -> Array:
-        """i32[B]: what each slot would draw behind such states, among the head's tokens."""
+        """Returns i32[B]: the token that each slot would sample from such states, among the head's tokens."""
         scores = head.scores(states)
         if scores is None:
             return drawn_alike(stage.scores(states), metadata, at)
@@ -255,14 +254,14 @@ class EagleLayerGroup(LayerGroup):
 
         return jax.lax.cond(jnp.any(metadata.floats[:, TEMPERATURE] > 0), drawn, likeliest, scores)
 
-    # ------------------------------------------------------------ how it is called
+    # ------------------------------------------------------------ calls
 
     def given_up(self) -> StageParams:
         self.params.head.leaves.clear()
         return self.params.stage
 
     def decode(self, table: Array, state: Array, *rest: Any) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As a `LayerGroup`; before the activations of the stage before come the states before the rows."""
+        """Runs one decode step as a `LayerGroup`; `rest` are the states before the rows and the activations."""
         results = self.decode_program(self.params.leaves, self.kv.pools, table, state, *rest)
         self.kv.pools, logits, self.states_of_rows, *counts = results
         self.load.leaves(counts)
@@ -276,14 +275,14 @@ class EagleLayerGroup(LayerGroup):
         self.load.leaves(list(results[5:]))
         return MixedOut(*made)
 
-    # ------------------------------------------------------------ what is declared
+    # ------------------------------------------------------------ declarations
 
     def carried(self, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (whole(self.submesh, (slots, self.config.hidden_size), self.dtype),)
 
 
 def declared_guesses(group: EagleLayerGroup, stage: int, slots: int, drafts: int) -> list[DeclaredProgram]:
-    """Of so many tokens."""
+    """Declares the programs that make drafts of `drafts` tokens, one per table width."""
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return whole(group.submesh, shape)
@@ -313,21 +312,21 @@ def declared_guesses(group: EagleLayerGroup, stage: int, slots: int, drafts: int
 
 
 def behind(kept: Array, states: Array) -> Array:
-    """[rows, hidden]: the state before each row, of slots whose rows lie one behind the other; kept [B, hidden]."""
+    """Returns [rows, hidden]: the state before each row, for slots with consecutive rows; kept [B, hidden]."""
     by_slot = states.reshape(kept.shape[0], -1, states.shape[1])
     before = jnp.concatenate([kept[:, None].astype(states.dtype), by_slot[:, :-1]], axis=1)
     return before.reshape(states.shape)
 
 
 def behind_in_chunks(spans: Array, states: Array) -> Array:
-    """[T, hidden]: the state before each row of packed chunks, zeros before the first of each."""
+    """Returns [T, hidden]: the state before each row of packed chunks, zeros before the first of each."""
     firsts = jnp.zeros(states.shape[0], jnp.bool_).at[spans[1, :-1]].set(True, mode="drop")
     return jnp.where(firsts[:, None], 0, jnp.roll(states, 1, axis=0))
 
 
 def carried_on(kept: Array, states: Array, before: Array, after: Array) -> Array:
-    """[B, hidden]: the state before the row that each slot is fed next, after a step took it from one decode state to
-    another; states are those of the step's rows."""
+    """Returns [B, hidden]: the state before the token that each slot is fed next; `states` are those of the step's
+    rows, `before` and `after` the decode states around the step."""
     by_slot = states.reshape(kept.shape[0], -1, states.shape[1])
     taken = after[POSITION] - before[POSITION]
     last = jnp.take_along_axis(by_slot, jnp.maximum(taken - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -335,20 +334,17 @@ def carried_on(kept: Array, states: Array, before: Array, after: Array) -> Array
 
 
 def forgotten(kept: Array, row: Array) -> Array:
-    """The same without the state of a slot that takes another sequence."""
     return kept.at[row].set(0)
 
 
-# Decode rows whose drafts a head guesses, from the states that the model's own head takes.
+# Decode rows whose drafts a head makes, from the states that the model's own output head takes.
 #
-# Of each slot the device that draws holds the state before the token that is fed next. The group's programs are
-# given it with the rows, as the head's entry of the first of them is made of it, and give back the states of all
-# rows; what was drawn says which of those is held next.
+# The device that samples holds, per slot, the state before the token that is fed next. The group's programs take it
+# with the rows, as it is needed for the head's KV of each slot's first row. They return the states of all rows; the
+# accepted tokens select the one that is kept.
 
 
 class HeadPrograms:
-    """The programs of a head beside those of its group."""
-
     def __init__(self, group: EagleLayerGroup) -> None:
         self.group = group
         self.carry, self.forget = Program(carried_on), Program(forgotten)
@@ -358,7 +354,7 @@ class HeadPrograms:
         return [self.carry, self.forget]
 
     def declared(self, slots: Drawn, widths: Sequence[Drawn]) -> Iterator[DeclaredProgram]:
-        """`slots` that draw, and `widths` of rows of them all."""
+        """Yields the head's programs: `slots` that sample, and for each width the rows of tokens and drafts."""
         number, states = slots.rows, self.group.dtype
 
         def held(count: int) -> Any:
@@ -373,7 +369,7 @@ class HeadPrograms:
 
 
 class HeadedDecoder(DraftingDecoder):
-    """A `DraftingDecoder` over a group that has a head."""
+    """A `DraftingDecoder` over a group that has a draft head."""
 
     def __init__(
         self,
@@ -400,7 +396,7 @@ class HeadedDecoder(DraftingDecoder):
         return self.group.guess(table, *held)
 
     def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
-        """As without a head; for the group that has it the states before the rows, [B, hidden], besides."""
+        """Returns the inputs without a head, and for the group with the head the states [B, hidden] before the rows."""
         held = super().inputs(group, batch, width)
         return (*held, group.submesh.spread(self.kept[self._place(batch)])) if group is self.group else held
 
@@ -415,18 +411,18 @@ class HeadedDecoder(DraftingDecoder):
         return batch.first_slot // batch.size
 
 
-# What follows a chunk's last layer, declared: logits of some rows, those of all of a prompt's, and states.
+# Declared programs after a chunk's last layer: logits of some rows, scores of all of a prompt's rows, and states.
 
 
 def declared_heads(
     config: WorkerConfig, last: LayerGroupPrograms, stage: int, tokens: int, dtype: DTypeLike
 ) -> Iterator[DeclaredProgram]:
-    """Of the last layer group of a worker that computes prompts, beside chunks of so many tokens."""
+    """Yields the programs of the last layer group of a worker that computes prompts, for chunks of `tokens` tokens."""
     model, sequences, weights = last.config, config.max_chunk_seqs, abstract(last.params.leaves)
     submesh = last.submesh
     x = whole(submesh, (tokens, model.hidden_size), dtype)
     ends = [("head", last.head_program, sequences)]
-    if config.role.prefills:  # a decode worker computes the ends of prompts, and scores none
+    if config.role.prefills:  # a decode worker only computes the ends of prompts and scores none
         ends.append(("score", last.score_program, tokens))
     for kind, program, rows in ends:
         room = 2 * local_bytes(x) + logit_bytes(model, min(rows, max(sequences, SCORE_ROWS)))
@@ -440,7 +436,7 @@ def declared_heads(
 
 
 def gathers_of(group: LayerGroupPrograms) -> dict[str, int]:
-    """The head's logits, gathered where the vocabulary is split."""
+    """Returns the gathers of the logits if the vocabulary is split over shards."""
     shards, vocab_size = group.submesh.tp, group.config.vocab_size
     if shards == 1 or vocab_size % shards:
         return {}
@@ -448,7 +444,7 @@ def gathers_of(group: LayerGroupPrograms) -> dict[str, int]:
 
 
 def scored_bytes(group: LayerGroupPrograms, rows: int) -> int:
-    """Of the logits of a step that makes them: with the rows that fill up a product's tiles, and where the vocabulary
-    is split as each shard makes them, as they are gathered, and in order."""
+    """Returns a bound of the bytes of a step's logits, with the rows that fill up a product's tiles. If the vocabulary
+    is split, there are three copies: per shard, gathered, and in order."""
     copies = 3 if gathers_of(group) else 1
     return copies * (rows + 2 * TILE_ROWS) * group.config.vocab_size * 4

@@ -1,9 +1,9 @@
-"""Decode rows whose grammars leave no choice: what one forces goes behind its last token as one chunk, in one step.
+"""Jump-forward decoding: tokens that a grammar forces are fed behind the slot's last token, all in one step.
 
-A step has a row a slot, and a few more that all slots share; without forced tokens it is a step as any. Each of the
-rows beyond the slots' feeds one forced token, at its place behind its slot's last one, reads its slot's page table and
-draws as a step of its own would have: under its own mask, at its own position, after what was fed in front of it. So
-tokens, log-probabilities and numbers are those of one token a step.
+A step has one row per slot and a few rows that all slots share. Each shared row feeds one forced token at its position
+behind its slot's last token. It reads the slot's page table and samples as a step of its own would: with its own mask,
+at its own position, after the tokens fed before it. Tokens and log-probabilities are therefore those of one token per
+step.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from jdisagg.engine.spec.grammar_masks import masked
 from jdisagg.model.grammars.grammars import Grammars
 from jdisagg.parallel.submesh import Program
 
-SLOT, AHEAD, FED, USED = range(4)  # rows of `behind`, i32[4, K]: whose it is, how far behind its last token, and which
+SLOT, AHEAD, FED, USED = range(4)  # rows of `behind`, i32[4, K]: slot, distance from its last token, token, 1 if used
 
 
 def widened(state: Array, behind: Array) -> Array:
-    """The state i32[4, B + K] of a step's rows: those of the slots, then those of forced tokens."""
+    """Returns the state i32[4, B + K] of a step's rows: those of the slots, then those of forced tokens."""
     own = state[:, behind[SLOT]]
     rows = behind[FED], own[POSITION] + behind[AHEAD], own[STOPPED], own[ENABLED] * behind[USED]
     return jnp.concatenate([state, jnp.stack(rows)], axis=1)
 
 
 def taken(state: Array, behind: Array, tokens: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
-    """The state after these were drawn, i32[B + K], and what is told of each row: MASKED from where a slot's row was
-    fed another token than the one before it drew, as one does whose logits are no numbers."""
+    """Returns the state after sampling `tokens` i32[B + K], and the reported token of each row. MASKED is reported from
+    where a slot's row was fed another token than the row before sampled, as happens if its logits are not finite."""
     slots, most = state.shape[1], behind.shape[1]
     at = behind[SLOT], jnp.where(behind[USED] == 1, behind[AHEAD], most + 1)
     fed = jnp.full((slots, most + 1), MASKED, jnp.int32).at[at].set(behind[FED], mode="drop")
     drawn = jnp.zeros((slots, most + 1), jnp.int32).at[:, 0].set(tokens[:slots])
     drawn = drawn.at[at].set(tokens[slots:], mode="drop")
     going, first = advanced(state, drawn[:, 0], metadata)
-    told = [first]
+    reported = [first]
     for column in range(1, most + 1):
-        on = (fed[:, column] >= 0) & (fed[:, column] == told[-1])
+        on = (fed[:, column] >= 0) & (fed[:, column] == reported[-1])
         going, each = advanced(going.at[ENABLED].set(on.astype(jnp.int32)), drawn[:, column], metadata)
-        told.append(each)
-    behind_told = jnp.where(behind[USED] == 1, jnp.stack(told, axis=1)[behind[SLOT], behind[AHEAD]], MASKED)
-    return going.at[ENABLED].set(state[ENABLED]), jnp.concatenate([first, behind_told])
+        reported.append(each)
+    behind_reported = jnp.where(behind[USED] == 1, jnp.stack(reported, axis=1)[behind[SLOT], behind[AHEAD]], MASKED)
+    return going.at[ENABLED].set(state[ENABLED]), jnp.concatenate([first, behind_reported])
 
 
 def draw_forced_greedy(logits: Array, state: Array, behind: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
@@ -73,10 +73,10 @@ def draw_forced_greedy(logits: Array, state: Array, behind: Array, metadata: Sam
 def draw_forced(
     logits: Array, state: Array, behind: Array, metadata: SamplingMetadata, counts: Counts
 ) -> tuple[Array, Array]:
-    """As `taken`, of logits f32[B + K, V]."""
-    asked, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
+    """Samples with all sampling parameters: `taken` for logits f32[B + K, V]."""
+    penalties, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
     logits = jax.lax.cond(
-        jnp.any(asked != neutral), penalised_behind, lambda logits, *_: logits, logits, behind, metadata, counts
+        jnp.any(penalties != neutral), penalised_behind, lambda logits, *_: logits, logits, behind, metadata, counts
     )
     owners = jnp.concatenate([jnp.arange(state.shape[1]), behind[SLOT]])
     drawn = pick(logits, of_slots(metadata, owners), None, widened(state, behind)[POSITION] + 1)
@@ -88,7 +88,7 @@ def of_slots(metadata: SamplingMetadata, slots: Array) -> SamplingMetadata:
 
 
 def penalised_behind(logits: Array, behind: Array, metadata: SamplingMetadata, counts: Counts) -> Array:
-    """f32[B + K, V]: each row's, with all that its slot is fed in front of it as drawn."""
+    """Returns logits f32[B + K, V], penalised as if all tokens fed to the slot before a row had been sampled."""
     slots, owners = metadata.ints.shape[0], behind[SLOT]
     mine, others = behind[:, :, None], behind[:, None, :]
     before = (mine[SLOT] == others[SLOT]) & (others[AHEAD] <= mine[AHEAD]) & (others[USED] == 1)
@@ -99,17 +99,15 @@ def penalised_behind(logits: Array, behind: Array, metadata: SamplingMetadata, c
     return jnp.concatenate(parts)
 
 
-def counted_forced(counts: Counts, behind: Array, told: Array) -> Counts:
-    """The counts with all that was drawn."""
+def counted_forced(counts: Counts, behind: Array, reported: Array) -> Counts:
+    """Returns the counts with all sampled tokens added."""
     slots, vocab_size = counts.output.shape
     owners = jnp.concatenate([jnp.arange(slots), behind[SLOT]])
-    tokens = jnp.where(told < 0, vocab_size, told)
+    tokens = jnp.where(reported < 0, vocab_size, reported)
     return counts._replace(output=counts.output.at[owners, tokens].add(1, mode="drop"))
 
 
 class ForcedPrograms:
-    """Those of steps with forced tokens, beside those of one token a row."""
-
     def __init__(self) -> None:
         self.widen, self.mask, self.logprobs = Program(widened), Program(masked), Program(token_logprobs)
         self.draw_greedy, self.draw = Program(draw_forced_greedy), Program(draw_forced)
@@ -121,57 +119,58 @@ class ForcedPrograms:
 
 
 def declared_forced(programs: ForcedPrograms, slots: Drawn, rows: Drawn) -> Iterator[DeclaredProgram]:
-    """As `ForcingDecoder`: `slots` that draw, and `rows` of a step, those of forced tokens included."""
+    """Yields the programs of `ForcingDecoder`: `slots` that sample, and all `rows` of a step, forced tokens
+    included."""
     state, behind = slots.ints(4, slots.rows), slots.ints(4, rows.rows - slots.rows)
-    told, held = slots.ints(rows.rows), (rows.logits, state, behind, slots.metadata)
+    reported, held = slots.ints(rows.rows), (rows.logits, state, behind, slots.metadata)
     yield rows.program("draw forced rows", programs.widen, (state, behind))
     yield rows.program("draw forced mask", programs.mask, (rows.logits, rows.masks))
     yield rows.program("draw forced greedy", programs.draw_greedy, held)
     yield rows.program("draw forced", programs.draw, (*held, slots.counts))
-    yield rows.program("draw forced logprobs", programs.logprobs, (rows.logits, told))
-    counts = slots.counts, behind, told
+    yield rows.program("draw forced logprobs", programs.logprobs, (rows.logits, reported))
+    counts = slots.counts, behind, reported
     yield rows.program("draw forced count", programs.count, counts, local_bytes(slots.counts.output))
 
 
 @dataclass(frozen=True)
 class ForcedRows:
-    """The rows of a step that is being dispatched."""
+    """The rows of a step with forced tokens that is being dispatched."""
 
-    runs: dict[int, range]  # by slot of the microbatch: which of the step's rows feed what is forced behind its token
-    owners: np.ndarray  # i32[B + K]: whose page table each row reads
+    runs: dict[int, range]  # by slot of the microbatch: the step's rows that feed its forced tokens
+    owners: np.ndarray  # i32[B + K]: the slot whose page table each row reads
     behind: Array
     state: Array  # i32[4, B + K]
 
 
 @dataclass(frozen=True)
 class PendingForced:
-    """What a step with forced tokens draws, on its way to the host."""
+    """The samples of a step with forced tokens, being copied to the host."""
 
     plan: DecodeRows
     first_slot: int
     runs: dict[int, range]
-    told: Array  # i32[B + K], see `taken`
+    reported: Array  # i32[B + K], reported by `taken`
     wanted: list[int | None]  # SamplingParams.logprobs of the active slots
     logprobs: tuple[Array, Array, Array] | None
 
     def read(self) -> DrawnRows:
-        """Blocks until they are there; see `StepDone`."""
-        told, found = np.asarray(self.told).tolist(), list[tuple[int, Any]]()
+        """Returns the sampled rows, see `StepDone`; blocks until they are on the host."""
+        reported, found = np.asarray(self.reported).tolist(), list[tuple[int, Any]]()
         parts = None if self.logprobs is None else [np.asarray(part) for part in self.logprobs]
         for slot, number in zip(self.plan.active, self.wanted, strict=True):
             row = slot - self.first_slot
-            rows = [each for each in (row, *self.runs.get(row, ())) if told[each] != MASKED]
+            rows = [each for each in (row, *self.runs.get(row, ())) if reported[each] != MASKED]
             scores = parts and [part[rows] for part in parts]
-            found.append((slot, tuple(sampled_rows([told[each] for each in rows], [number] * len(rows), scores))))
+            found.append((slot, tuple(sampled_rows([reported[each] for each in rows], [number] * len(rows), scores))))
         return tuple((slot, drawn or None) for slot, drawn in found)
 
     def guessed(self) -> tuple[tuple[int, str, int], ...]:
-        """As `StepDone.guessed`."""
+        """Returns (slot, GRAMMAR, forced tokens) of the slots with forced tokens, see `StepDone.guessed`."""
         return tuple((self.first_slot + row, GRAMMAR, len(run)) for row, run in self.runs.items())
 
 
 class ForcingDecoder(Decoder):
-    """A `Decoder` whose rows may draw what their grammars force, as far as a step has rows for it."""
+    """A `Decoder` that feeds forced tokens as far as a step has rows for them."""
 
     def __init__(
         self,
@@ -182,7 +181,7 @@ class ForcingDecoder(Decoder):
     ) -> None:
         super().__init__(layer_groups, config, vocab_size, grammars)
         self.forced = ForcedPrograms()
-        self._rows: dict[int, ForcedRows | None] = {}  # by first slot; None: one a slot
+        self._rows: dict[int, ForcedRows | None] = {}  # by first slot; None: one row per slot
 
     def begin(self, plan: DecodeRows) -> Microbatch:
         batch = super().begin(plan)
@@ -191,7 +190,8 @@ class ForcingDecoder(Decoder):
         return batch
 
     def _with_forced(self, batch: Microbatch, plan: DecodeRows) -> ForcedRows | None:
-        """None where too little is forced: a wide step is to cost no token more than as many steps would."""
+        """Returns the rows with forced tokens, or None if too few are forced: a wide step must not cost more per
+        token."""
         widths = {slot - batch.first_slot: width for slot, width in zip(plan.active, plan.widths, strict=True)}
         most = self.config.forced_tokens
         drafts = batch.masks.make_forced(widths, most)
@@ -208,7 +208,8 @@ class ForcingDecoder(Decoder):
         return ForcedRows(runs, owners, there, self.forced.widen(batch.state, there))
 
     def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
-        """Page table i32[B, width] and state i32[4, B], or of B + K rows and the widest table, where the group is."""
+        """Returns the page table i32[B, width] and the state i32[4, B], or those of B + K rows with the widest table,
+        on the group's devices."""
         rows = self._rows[batch.first_slot]
         if rows is None:
             return super().inputs(group, batch, width)
@@ -221,23 +222,23 @@ class ForcingDecoder(Decoder):
         rows = self._rows[batch.first_slot]
         if rows is None:
             return super().finish(batch, plan, logits)
-        asked, active = batch.asked(plan.active), [slot - batch.first_slot for slot in plan.active]
+        sampling, active = batch.batch_sampling(plan.active), [slot - batch.first_slot for slot in plan.active]
         held = batch.state, rows.behind, batch.metadata
         under = self.forced.mask(logits, batch.masks.allowed_in(active, rows.runs, len(rows.owners)))
-        if asked.plain:
-            batch.state, told = self.forced.draw_greedy(under, *held)
+        if sampling.plain:
+            batch.state, reported = self.forced.draw_greedy(under, *held)
         else:
-            batch.state, told = self.forced.draw(under, *held, batch.counts)
-        if asked.penalised:
-            batch.counts = self.forced.count(batch.counts, rows.behind, told)
-        logprobs = self.forced.logprobs(logits, told) if asked.scored else None
-        for array in (told, *(logprobs or ())):
+            batch.state, reported = self.forced.draw(under, *held, batch.counts)
+        if sampling.penalised:
+            batch.counts = self.forced.count(batch.counts, rows.behind, reported)
+        logprobs = self.forced.logprobs(logits, reported) if sampling.scored else None
+        for array in (reported, *(logprobs or ())):
             array.copy_to_host_async()
-        return PendingForced(plan, batch.first_slot, rows.runs, told, asked.wanted, logprobs)
+        return PendingForced(plan, batch.first_slot, rows.runs, reported, sampling.wanted, logprobs)
 
 
 def pays(forced: int, active: int, slots: int, most: int) -> bool:
-    """Whether so many forced tokens of `active` rows are worth the `most` rows that a step has for them beside those of
-    its slots. A step is thought to cost as many rows as it has, which is the dearest that it may be: where it reads
-    weights for most of its time, the rows beyond are nearly free."""
+    """Returns True if the forced tokens of `active` rows are worth the `most` shared rows that a wide step adds. A step
+    is assumed to cost time per row, which is the upper bound: if reading weights takes most of the time, further rows
+    are nearly free."""
     return forced > 0 and forced * slots >= active * most

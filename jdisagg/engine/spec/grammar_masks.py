@@ -1,7 +1,7 @@
-"""Which tokens the grammars of a batch's rows allow next, as bits: made by the host while the layers run.
+"""Bit masks of the tokens that the grammars of a batch's rows allow next, computed on the host while the layers run.
 
-A row without a grammar may draw anything. One whose grammar cannot be followed here may draw nothing, so that its
-answer ends as an error and nobody else's does.
+A row without a grammar may sample any token. A row whose grammar cannot be followed on this worker may sample none: its
+answer ends with an error, and other rows are not affected.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from jdisagg.core.worker_config import MAX_NGRAM, MIN_NGRAM
 from jdisagg.engine.sampling import NEVER, Put
 from jdisagg.model.grammars.grammars import Grammars, Matcher, mask_words
 
-# N-gram drafts on the host: the tokens that followed the last earlier place with the same last tokens.
+# N-gram drafts on the host: the tokens that followed the last earlier occurrence of the same suffix.
 #
-# They are for rows whose tokens the host knows before the step; `drafting.guessed` drafts the same on the device
-# for rows whose tokens it does not know yet.
+# They serve rows whose tokens the host knows before the step. `drafting.guessed` makes the same drafts on the device
+# for rows whose tokens the host does not know yet.
 
 
 def guess_after(tokens: Sequence[int], count: int) -> list[int]:
-    """The tokens that followed the longest such end where it stood last; none where it never stood there before.
-
-    A guess that runs into the present goes on with what it has guessed itself.
-    """
+    """Returns `count` tokens that followed the last earlier occurrence of the longest suffix of `tokens`; [] if there
+    is none. A draft that reaches the end of `tokens` continues with its own tokens."""
     held = np.asarray(tokens, np.int64)
     alike = np.ones(len(held), np.bool_)
     found = -1
@@ -59,31 +57,31 @@ def masked(logits: Array, allowed: Array) -> Array:
 
 
 def before_stop(tokens: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
-    """The tokens in front of the first that ends the answer: one that does is drawn, never drafted."""
+    """Returns the tokens before the first stop token: stop tokens are sampled, never drafted."""
     return tuple(takewhile(lambda token: token not in sampling.stop_token_ids, tokens))
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where one answer stands in its grammar."""
+    """The progress of one sequence in its grammar."""
 
     sampling: SamplingParams
-    tokens: list[int]  # of the prompt, where drafts are made of them, and of the output
-    unread: list[int]  # that its matcher has to take
-    matcher: Matcher | None = None  # None: it was not asked yet, or nobody knows grammars here
-    draft: tuple[int, ...] = ()  # tokens that its row is fed behind its last one, in the step that is dispatched
+    tokens: list[int]  # of the prompt, if drafts are made from them, and of the output
+    unread: list[int]  # tokens that the matcher has not taken yet
+    matcher: Matcher | None = None  # None: not started yet, or this worker has no grammars
+    draft: tuple[int, ...] = ()  # tokens fed behind the last one in the step being dispatched
 
 
 class GrammarMasks:
-    """The masks of B rows, and each row's place in its grammar."""
+    """The masks of B rows, and each row's progress in its grammar."""
 
     def __init__(self, grammars: Grammars | None, rows: int, vocab_size: int, put: Put) -> None:
-        """put: brings host arrays to where tokens are drawn."""
+        """Starts without grammars; put: copies host arrays to the device that samples."""
         self.grammars, self.put, self.rows, self.words = grammars, put, rows, mask_words(vocab_size)
         self.places: dict[int, Place] = {}
 
     def begin(self, row: int, sampling: SamplingParams, history: History) -> None:
-        """The row is another sequence's, which has these tokens already."""
+        """Starts another sequence in the row, with the tokens of `history`."""
         self.end(row)
         if sampling.grammar:
             self.places[row] = Place(sampling, [*history.whole], [*history.output])
@@ -92,12 +90,13 @@ class GrammarMasks:
         self.places.pop(row, None)
 
     def take(self, row: int, tokens: Sequence[int]) -> None:
-        """The row drew these."""
+        """Appends the tokens that the row sampled."""
         self.places[row].tokens += tokens
         self.places[row].unread += tokens
 
     def allowed(self, rows: Iterable[int]) -> Array | None:
-        """u32[B, words] where tokens are drawn, for a step of these rows; None where none of them has a grammar."""
+        """Returns u32[B, words] on the device that samples, for a step of these rows; None if none of them has a
+        grammar."""
         held = [row for row in rows if row in self.places]
         if not held:
             return None
@@ -109,8 +108,8 @@ class GrammarMasks:
     # ------------------------------------------------------------ drafts
 
     def make_drafts(self, widths: Mapping[int, int], *, guesses: bool, only_behind: bool = False) -> None:
-        """Each row's draft, as long as its width has room: what its grammar leaves no choice about, and behind that,
-        where the row `guesses`, what stood there before and the grammar takes; `only_behind` what is forced."""
+        """Makes each row's draft within its width: forced tokens first, then with `guesses` n-gram tokens that the
+        grammar accepts. only_behind: n-grams only follow forced tokens."""
         for row, place in self.places.items():
             place.draft = self._draft(place, widths.get(row, 1) - 1, guesses, only_behind)
 
@@ -125,11 +124,11 @@ class GrammarMasks:
         return before_stop(draft, place.sampling)
 
     def take_draft(self, row: int, tokens: Sequence[int]) -> None:
-        """The row is fed these, whoever guessed them: masks cut them off where the grammar does not take them."""
+        """Sets the draft that the row is fed; masks cut it off where the grammar does not accept it."""
         self.places[row].draft = before_stop(tokens, self.places[row].sampling)
 
     def allowed_behind(self, rows: Iterable[int], most: int) -> Array:
-        """u32[B * (1 + most), words]: of each row, as `allowed`, and behind every token of its draft."""
+        """Returns u32[B * (1 + most), words]: each row's mask as `allowed`, and one behind every token of its draft."""
         masks = np.full((self.rows, 1 + most, self.words), EVERYTHING, np.uint32)
         for row in rows:
             if row in self.places:
@@ -137,8 +136,8 @@ class GrammarMasks:
         return self.put(masks.reshape(-1, self.words))
 
     def make_forced(self, widths: Mapping[int, int], most: int) -> dict[int, tuple[int, ...]]:
-        """What the grammars of rows leave no choice about, as long as each row's width has room, and of all together
-        at most so many tokens; rows of which nothing is forced are not among them."""
+        """Returns the forced tokens per row, within each row's width and at most `most` in total. Rows without forced
+        tokens are left out."""
         found = dict[int, tuple[int, ...]]()
         self.make_drafts(widths, guesses=False)
         for row in sorted(self.places):
@@ -149,7 +148,7 @@ class GrammarMasks:
         return found
 
     def allowed_in(self, rows: Iterable[int], runs: Mapping[int, range], number: int) -> Array:
-        """u32[number, words]: of each row, as `allowed`, and of those that feed its draft, which `runs` names."""
+        """Returns u32[number, words]: the masks of `rows`, and of the rows in `runs` that feed their drafts."""
         masks = np.full((number, self.words), EVERYTHING, np.uint32)
         for row in rows:
             if row in self.places:
@@ -162,7 +161,8 @@ class GrammarMasks:
     # ------------------------------------------------------------ matchers
 
     def _fill(self, place: Place, masks: np.ndarray) -> None:
-        """Masks u32[1 + n, words]: the next token's, and those behind its draft as far as they allow it."""
+        """Writes masks u32[1 + n, words]: the next token's, and those behind its draft as far as the grammar accepts
+        it."""
         masks[:] = 0
         matcher = self._matcher(place)
         if matcher is None:
@@ -178,7 +178,7 @@ class GrammarMasks:
         matcher.undo(taken)
 
     def _matcher(self, place: Place) -> Matcher | None:
-        """It has taken all that was drawn."""
+        """Returns the matcher after it has taken all sampled tokens; None without grammars on this worker."""
         if place.matcher is None:
             if self.grammars is None:
                 log.error("a sequence has a grammar, and this worker has no structured output: its answer ends")
