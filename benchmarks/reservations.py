@@ -25,7 +25,7 @@ from jdisagg.core.events import Event, Send
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.messages import Preempted
 from jdisagg.core.request import WorkerId
-from jdisagg.policy.decode_sequence import DecodeSequence, admitted
+from jdisagg.policy.worker.sequence import DecodeSequence, admitted
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline

@@ -1,7 +1,7 @@
 """Several decode steps of a worker of one stage in one dispatch: a loop around its layers and its sampling.
 
 The host learns the tokens when the last step has ended, so no step may depend on it: rows with a grammar, penalties or
-logprobs take single steps (`policy/scheduler.py`). Layers and sampling are those of single steps.
+logprobs take single steps (`policy/worker/scheduler.py`). Layers and sampling are those of single steps.
 """
 
 from __future__ import annotations

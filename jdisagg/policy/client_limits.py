@@ -39,7 +39,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
+class RateStatus:
     """What is left of one rate: at most `limit`, all of it again after `reset_s`."""
 
     name: str
@@ -49,7 +49,7 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class LimitProblem:
     """Which limit a request was over, and when it would not be."""
 
     limit: str
@@ -92,15 +92,15 @@ class ClientLimits:
     most_clients: int = MOST_CLIENTS
     _clients: dict[str, Client] = field(default_factory=dict[str, Client])  # who asked last is last
 
-    def admit(self, name: str, tokens: int, now_s: float) -> Refusal | None:
+    def admit(self, name: str, tokens: int, now_s: float) -> LimitProblem | None:
         """Charges a request of at most `tokens` tokens to the client; nothing where it is refused."""
         client, limit = self._client(name, now_s), self.rates.concurrent_requests
         if limit and client.running >= limit:
-            return Refusal("concurrent_requests", limit, 1.0)
+            return LimitProblem("concurrent_requests", limit, 1.0)
         asked = {"requests": 1, "tokens": tokens}
         for rate, bucket in client.buckets.items():
             if (wait_s := bucket.wait_s(asked[rate])) > 0:
-                return Refusal(f"{rate}_per_minute", bucket.per_minute, wait_s)
+                return LimitProblem(f"{rate}_per_minute", bucket.per_minute, wait_s)
         for rate, bucket in client.buckets.items():
             bucket.level -= asked[rate]
         client.running += 1
@@ -113,11 +113,11 @@ class ClientLimits:
         if bucket := client.buckets.get("tokens"):
             bucket.level = min(bucket.per_minute, bucket.level + max(0, charged - used))
 
-    def allowances(self, name: str, now_s: float) -> list[Allowance]:
+    def allowances(self, name: str, now_s: float) -> list[RateStatus]:
         """What is left to the client, as it may be told."""
         buckets = self._client(name, now_s).buckets
         return [
-            Allowance(rate, each.per_minute, max(0, int(each.level)), each.wait_s(each.per_minute))
+            RateStatus(rate, each.per_minute, max(0, int(each.level)), each.wait_s(each.per_minute))
             for rate, each in buckets.items()
         ]
 

@@ -26,14 +26,14 @@ from jdisagg.core.events import (
 from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Ask, Withdraw
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
-from jdisagg.policy.outbox import Outbox
+from jdisagg.policy.effect_buffer import EffectBuffer
 
 FAR_ROUTER = WorkerId("the router")  # of another process; here ROUTER is this
 GRACE_TIMER = "router"
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingRequest:
     """A client's request, and what its client was given."""
 
     request: Request
@@ -41,14 +41,14 @@ class Asked:
     resumed: bool = False  # a router that is gone had it
 
 
-class Front:
+class RouterClient:
     """Takes `Submit` and `Cancel` of clients, `Told` by the router, and whether there is one."""
 
     def __init__(self, grace_s: float, retry_after_s: float = 1.0) -> None:
         """`grace_s`: how long requests wait for a router once one is gone."""
         self.grace_s, self.retry_after_s = grace_s, retry_after_s
-        self.out = Outbox()
-        self.rows: dict[RequestId, Asked] = {}
+        self.out = EffectBuffer()
+        self.rows: dict[RequestId, PendingRequest] = {}
         self.linked = False
         self._until_s = 0.0  # that the rows wait for a router
         self._alone = False  # for longer than that
@@ -78,13 +78,13 @@ class Front:
         if self._alone:
             self.out.put(Reject(request.request_id, self.retry_after_s, "there is no router"))
             return
-        self.rows[request.request_id] = Asked(request)
+        self.rows[request.request_id] = PendingRequest(request)
         if self.linked:
             self._ask(self.rows[request.request_id])
         elif len(self.rows) == 1:
             self._wait(now_s)
 
-    def _ask(self, row: Asked) -> None:
+    def _ask(self, row: PendingRequest) -> None:
         self.out.send(FAR_ROUTER, Ask(row.request, tuple(row.output), row.resumed))
         row.resumed = True
 

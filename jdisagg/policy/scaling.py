@@ -40,7 +40,7 @@ from jdisagg.core.events import (
 from jdisagg.core.messages import Joined, StartPrefill
 from jdisagg.core.request import Request, RequestId, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.role_change import Standing
+from jdisagg.policy.worker.drain import WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,7 +550,7 @@ class RoleScaler:
 
     def _stands(self, told: WorkerStands, now_s: float) -> None:
         """Each change that ends well tells what one costs: from being asked for to serving again."""
-        if told.standing and told.standing != Standing.SERVING:
+        if told.standing and told.standing != WorkerStatus.SERVING:
             self._away.setdefault(told.worker, now_s)
             return
         left_s = self._away.pop(told.worker, None)

@@ -23,7 +23,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt
 from jdisagg.core.steps import StepPlan
 from jdisagg.core.worker_config import DRAFT_READS_LATELY, WorkerConfig
-from jdisagg.policy.decode_sequence import DecodeSequence
+from jdisagg.policy.worker.sequence import DecodeSequence
 
 THRESHOLD = 1.03  # tokens per second with drafts over those without, from which drafts are verified
 ALLOWED_LOSS = 0.015  # share of the time of plain steps that drafts may lose

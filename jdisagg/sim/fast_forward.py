@@ -21,9 +21,9 @@ from jdisagg.core.messages import Progress, StartPrefill
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.fast_forward import next_rows
-from jdisagg.policy.prefix_cache import NamedTokens, PageHash
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.cache.prefix_cache import NamedTokens, PageHash
+from jdisagg.policy.worker.scheduler import next_rows
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.sim.cost_models import CostModel, ManySteps
 from jdisagg.sim.device import TOKEN, Device, Flying, Span
 from jdisagg.sim.outcome import Lookups

@@ -29,7 +29,7 @@ from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource, Source
 from jdisagg.parallel.submesh import Device
-from jdisagg.policy.parts import Piece, pieces
+from jdisagg.policy.worker.kv_sender import KVChunk, pieces
 from tests.steps import decode_plan, prefill_plan
 
 CONFIG = ModelConfig("llama", 97, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
@@ -187,7 +187,7 @@ def prefill_and_ship(
     return first_tokens([each.read() for each in pending])
 
 
-def part_of(whole: KVTransfer, piece: Piece) -> KVTransfer:
+def part_of(whole: KVTransfer, piece: KVChunk) -> KVTransfer:
     pages = slice(piece.start, piece.stop)
     return replace(
         whole,

@@ -19,13 +19,13 @@ from jdisagg.core.messages import AbortAck
 from jdisagg.core.request import Attempt, Phase, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Stages, WorkerConfig
-from jdisagg.policy.handoff import WAITS, State, Timer, timer_of
-from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import PagePool, PageState
+from jdisagg.policy.cache.page_pool import PagePool, PageState
+from jdisagg.policy.effect_buffer import EffectBuffer
 from jdisagg.policy.router.membership import LEAVE_TIMER
 from jdisagg.policy.router.router import CAPACITY_TIMER, Router
-from jdisagg.policy.turns import TurnTimes
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.handoff import WAITS, State, Timer, timer_of
+from jdisagg.policy.worker.slots import TurnTimes
+from jdisagg.policy.worker.worker import Worker
 from tests.explore.device import Violation, need
 from tests.explore.shapes import Shape, shape_of
 
@@ -55,7 +55,7 @@ class Handed:
 class NotedPool(PagePool):
     """Says what it does; the lowest free page is taken first."""
 
-    out: Outbox
+    out: EffectBuffer
 
     def take(self, count: int, owner: Attempt, state: PageState) -> tuple[int, ...] | None:
         pages = super().take(count, owner, state)

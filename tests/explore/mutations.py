@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, OpenGates, Received, RunStep, Send, SetTimer
 from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Refused, Renew, Resend, Reserved
 from jdisagg.core.request import Attempt
-from jdisagg.policy.handoff import TABLE
 from jdisagg.policy.router.request_state import Waiting
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.handoff import TABLE
+from jdisagg.policy.worker.worker import Worker
 from tests.explore.actors import Actor, ActorPatch
 
 

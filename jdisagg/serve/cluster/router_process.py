@@ -31,9 +31,9 @@ from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
 from jdisagg.model.checkpoint import read_defaults
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.front import Front
+from jdisagg.policy.front import RouterClient
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.cluster.control_client import ControlClient, Locate
 from jdisagg.serve.cluster.control_server import ControlServer, ServerCallbacks
 from jdisagg.serve.cluster.coordination import RouterAddress, open_lease
@@ -394,7 +394,7 @@ def build_front(deployment: Deployment, settings: Settings) -> FrontProcess:
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(deployment.model_name, compat=compat)
     service = LocalService(
-        Front(settings.router_grace_s),
+        RouterClient(settings.router_grace_s),
         {},
         {},
         model_name=deployment.model_name,

@@ -22,7 +22,7 @@ from typing import Any
 
 from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerDead, PeerMismatch, TransferTimeout
 from jdisagg.kv.transport.listener import split_address
-from jdisagg.policy.roll_call import Card, read_card, refusal, unfilled
+from jdisagg.policy.group_handshake import MemberInfo, read_member_info, refusal, unfilled
 from jdisagg.serve.cluster.group.stream import FrameSocket, GroupStream
 
 log = logging.getLogger("jdisagg.group")
@@ -80,7 +80,7 @@ def _read_opening(frames: FrameSocket, deadline_s: float) -> Any:
 # ---------------------------------------------------------------------- the member
 
 
-def join_leader(meeting: Meeting, card: Card) -> GroupStream:
+def join_leader(meeting: Meeting, card: MemberInfo) -> GroupStream:
     """Looks for the leader until the deadline. Raises GroupUnfilled, and PeerMismatch where it refuses us."""
     last = "nobody answers"
     while time.monotonic() < meeting.deadline_s:
@@ -95,7 +95,7 @@ def join_leader(meeting: Meeting, card: Card) -> GroupStream:
     )
 
 
-def _join_once(meeting: Meeting, card: Card) -> GroupStream:
+def _join_once(meeting: Meeting, card: MemberInfo) -> GroupStream:
     host, port = split_address(meeting.address)
     until_s = min(meeting.deadline_s, time.monotonic() + HANDSHAKE_S)
     sock = socket.create_connection((host, port), timeout=max(0.1, until_s - time.monotonic()))
@@ -133,7 +133,7 @@ def _answer_of(stream: GroupStream, until_s: float) -> dict[str, Any]:
 class Assembly:
     """The leader's door: takes members in until the group is full."""
 
-    def __init__(self, meeting: Meeting, card: Card, told: Callable[[str], None] = log.warning) -> None:
+    def __init__(self, meeting: Meeting, card: MemberInfo, told: Callable[[str], None] = log.warning) -> None:
         """`told` is called with each refusal, in one line. Raises ConfigError where the port cannot be had."""
         self._meeting, self._card, self._told = meeting, card, told
         self._listener = _listen(meeting.address)
@@ -210,7 +210,7 @@ class Assembly:
             frames.send(b"{}", until_s)  # it cannot be signed so that it would believe it: it knows by that
             frames.close()
             return
-        theirs = read_card(hello.get("hello"))
+        theirs = read_member_info(hello.get("hello"))
         if theirs is None:
             raise BadTicket("it does not say what it is")
         with self._lock:
