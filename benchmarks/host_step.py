@@ -45,7 +45,7 @@ from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.multi_step import Drawn, MultiStepPrograms, PendingMultiStep, PendingPipelinedMultiStep, Slots
 from jdisagg.model import looped_params
 from jdisagg.parallel.submesh import Program
-from jdisagg.policy.worker.decode import StepResults
+from jdisagg.policy.worker.decode import DecodePhase
 from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.deploy import memory
 from jdisagg.serve.driver.driver import LiveDriver
@@ -68,7 +68,7 @@ BY_STEP = (PLAN, DISPATCH, JAX, READ, DRIVER)
 BY_TOKEN = (TELL, ROUTE, STREAM)
 TIMED: tuple[tuple[type, str, str], ...] = (
     (Worker, "handle", PLAN),
-    (StepResults, "done", TELL),
+    (DecodePhase, "on_step_done", TELL),
     (MeshExecutor, "run", DISPATCH),
     (Program, "__call__", JAX),
     (PendingRows, "read", READ),

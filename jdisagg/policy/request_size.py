@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from jdisagg.core.request import SamplingParams
 from jdisagg.core.steps import History
@@ -88,47 +87,3 @@ def history_of(
         return History()
     cut = len(prompt) - num_output
     return History(prompt[:cut] if sampling.penalised or drafted else (), prompt[cut:] + drawn)
-
-
-class PromptView(NamedTuple):
-    """A prompt that waits: tokens not yet planned, and pages it must get before it starts (0 once it has)."""
-
-    tokens_left: int
-    pages_to_start: int
-
-
-def pick_chunks(waiting: Sequence[PromptView], free_pages: int, config: WorkerConfig) -> list[tuple[int, int]]:
-    """(index into `waiting`, tokens) of the chunks of one plan; `waiting` is in order.
-
-    A prompt is cut at multiples of the chunk size whatever runs beside it, so that its numbers don't depend on its
-    neighbours: what doesn't fit whole waits for the next plan, where the first in order always fits. Nothing starts
-    that cannot finish: where the first to start lacks pages, nobody behind it starts, but who has started goes on.
-    """
-    chunk_tokens = room = config.prefill_buckets[-1]
-    picked: list[tuple[int, int]] = []
-    blocked = False
-    for index, view in enumerate(waiting):
-        tokens = min(view.tokens_left, chunk_tokens)
-        starts = view.pages_to_start > 0
-        blocked = blocked or view.pages_to_start > free_pages
-        if tokens > room or (starts and blocked):
-            continue
-        picked.append((index, tokens))
-        room -= tokens
-        free_pages -= view.pages_to_start
-        if room == 0 or len(picked) == config.max_chunk_seqs:
-            break
-    return picked
-
-
-class Ordered(Protocol):
-    @property
-    def order(self) -> OrderKey: ...
-
-
-T = TypeVar("T", bound=Ordered)
-
-
-def choose_victim(running: Iterable[T]) -> T | None:
-    """Who gives its pages back when they run out: the lowest priority, and of those the youngest."""
-    return max(running, key=lambda each: each.order, default=None)

@@ -22,7 +22,6 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.cache.prefix_cache import NamedTokens, PageHash
-from jdisagg.policy.worker.scheduler import next_rows
 from jdisagg.policy.worker.worker import Worker
 from jdisagg.sim.cost_models import CostModel, ManySteps
 from jdisagg.sim.device import TOKEN, Device, Flying, Span
@@ -123,7 +122,7 @@ class StepEnds:
         if quiet < WORTH:
             self.foreseen.pop(name, None)
         else:
-            seen = self.foreseen[name] = FastForward(device, cost, next_rows(worker.decode_side), quiet)
+            seen = self.foreseen[name] = FastForward(device, cost, worker.scheduler.next_round(), quiet)
             due_s = seen.next_s
         if self._due_s.get(name) == due_s:
             return None

@@ -64,7 +64,7 @@ def in_state(*states: str) -> Callable[[Actor, str], bool]:
     def when(actor: Actor, key: str) -> bool:
         assert isinstance(actor, Worker)
         return any(
-            each.handoff.timer == key and each.handoff.state in states for each in actor.prefill_side.sequences.values()
+            each.handoff.timer == key and each.handoff.state in states for each in actor.prefill.sequences.values()
         )
 
     return when
@@ -124,7 +124,7 @@ def _of_present(actor: Actor, word: Any) -> Any:
 def _attempts(actor: Actor) -> list[Attempt]:
     if isinstance(actor, Router):
         return [row.attempt for row in actor.rows.values() if row.epoch]
-    return [*actor.decode_side.sequences, *actor.prefill_side.sequences]
+    return [*actor.decode.sequences, *actor.prefill.sequences]
 
 
 def fences() -> Iterator[Mutation]:

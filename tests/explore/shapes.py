@@ -34,11 +34,11 @@ LEFT_OUT = frozenset(
         "_counts",  # a sum of what `_owners` says
         "new_step_id",  # a view of the counter
         "_steady",  # rows as they would be formed anyway
-        "repeats",  # so
-        "_looked",  # so
-        "quiet",  # of the step that ended in this very event
+        "is_repeating",  # so
+        "_has_formed",  # so
+        "is_quiet",  # of the step that ended in this very event
         "seatings",  # changes of who sits where: only compared with what `_steady` knows
-        "_moment",  # so
+        "_snapshot",  # so
         "turn_times",  # never told of a step here, so that all turns are within the gap
         "note",  # where decisions are told, for people
         "wait_told",  # whether they were

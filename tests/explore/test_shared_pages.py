@@ -90,6 +90,6 @@ def test_the_last_page_of_a_prompt_that_is_computed_here_must_be_its_own(monkeyp
 
 
 def test_kv_that_never_was_whole_must_not_be_kept(monkeypatch):
-    keep = decode.DecodePhase._give_back
-    monkeypatch.setattr(decode.DecodePhase, "_give_back", lambda self, each, good: keep(self, each, good=True))
+    keep = decode.DecodePhase._release_pages
+    monkeypatch.setattr(decode.DecodePhase, "_release_pages", lambda self, each, good: keep(self, each, good=True))
     assert broken(PAIR.but(cancel=1)) or broken(PAIR.but(fail=1))

@@ -188,7 +188,7 @@ class Bench(Unheeded):
 
     @property
     def free_pages(self) -> int:
-        return self.worker.pool.free_pages
+        return self.worker.shared.pool.free_pages
 
     def transfer(self, request: Request, part: int = 0, num_parts: int = 1) -> KVTransfer:
         name = request.request_id

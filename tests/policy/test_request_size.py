@@ -10,13 +10,12 @@ from jdisagg.core.steps import History
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.request_size import (
     HEAD_START_S,
-    PromptView,
     history_of,
     order_of,
-    pick_chunks,
     predicted_pages,
     predicted_tokens,
 )
+from jdisagg.policy.worker.prefill import PromptView, pick_chunks
 from tests.sim.cases import request, worker
 
 CONFIG = worker("w", Role.PREFILL, prefill_buckets=(8, 16), max_chunk_seqs=3)

@@ -276,7 +276,7 @@ class CacheChangeLog:
             else:
                 more[name] = None
 
-    def all_of_it(self) -> list[CacheHeld]:
+    def take_snapshot(self) -> list[CacheHeld]:
         """The whole, in parts of a bounded size; from now on changes are noted."""
         self._forget_changes()
         self.followed, names = True, self._cache.names()
@@ -284,7 +284,7 @@ class CacheChangeLog:
         parts = [names[start : start + PAGES_A_WORD] for start in range(0, len(names), PAGES_A_WORD)] or [()]
         return [CacheHeld(self._number, packed(part), index, len(parts), self.tier) for index, part in enumerate(parts)]
 
-    def since_told(self) -> CacheChanged | None:
+    def take_delta(self) -> CacheChanged | None:
         """What has changed since the last word, as the next one; None where nothing has."""
         if not self._added and not self._removed:
             return None

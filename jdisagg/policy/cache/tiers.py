@@ -210,7 +210,7 @@ class DemotionPolicy:
         if self._takes(Tier.POOL):
             self._pool(parked, PARKED_PAGES)
 
-    def tend(self, now_s: float) -> None:
+    def run_demotions(self, now_s: float) -> None:
         """Copies ahead of need what the watermarks say."""
         self._now_s = now_s
         self._tend_hbm()
@@ -374,9 +374,9 @@ class Tiers:
     def found(self, event: PagesFound) -> None:
         self.pools[Tier.DISK].restore(event.pages, unpacked(event.names))
 
-    def tend(self, now_s: float) -> None:
+    def run_demotions(self, now_s: float) -> None:
         if self.demotions is not None:
-            self.demotions.tend(now_s)
+            self.demotions.run_demotions(now_s)
         if self.prices.fresh and self.shared.changes.followed and now_s >= self._told_s + TOLD_EACH_S:
             self._told_s = now_s
             self.out.tell_router(self.prices.known(now_s))

@@ -1,7 +1,11 @@
-"""The worker's side of a change of its role: it says when it is empty, asks its driver for another machine, and joins.
+"""Draining and role changes: a worker leaves, becomes empty, is rebuilt with a new configuration, and joins again.
 
-While its machine is being changed it holds nothing and takes nothing. A router that took over meanwhile does not know:
-it is refused, and told what the worker is as soon as it is that.
+The transition table holds for both sides. The router sends LEAVE and no new work. Running requests end, or are recalled
+at a deadline and resume elsewhere. The worker reports when it holds nothing (EMPTY); its driver rebuilds it; then it
+reports its new configuration (JOIN). Each change has a number (`life`), so that messages of an earlier change are void.
+
+A worker that is being rebuilt holds nothing and refuses all requests. A router that took over in the meantime does not
+know of the change: it is refused, and receives the new configuration as soon as the worker has it.
 """
 
 from __future__ import annotations
@@ -18,21 +22,14 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.effect_buffer import EffectBuffer
 
-# How a worker changes its role: it leaves, is drained, is made anew, and joins again. A literal table, of both
-# sides.
-#
-# The router says LEAVE and sends nothing more; what runs ends, or is recalled at a deadline and goes on
-# elsewhere. The worker says EMPTY when nothing is left, is changed by its driver, and says what it is now: JOIN.
-# Each change has a number (`life`), so that a word of an earlier one is void.
-
 
 class WorkerStatus(StrEnum):
-    """Where a worker stands."""
+    """The phase of a worker's life in the cluster."""
 
     SERVING = "serving"
-    LEAVING = "leaving"  # it ends what it has, and is given nothing more
-    DRAINED = "drained"  # it holds nothing, and is given nothing until it is asked to become something
-    CHANGING = "changing"  # its weights are cut anew and its programs made ready
+    LEAVING = "leaving"  # it finishes what it has and gets no new work
+    DRAINED = "drained"  # it holds nothing and gets no work until it receives a new configuration
+    CHANGING = "changing"  # its weights are resharded and its programs compiled
 
 
 class DrainSignal(StrEnum):
@@ -46,32 +43,29 @@ DRAIN_TABLE: Mapping[tuple[WorkerStatus, DrainSignal], WorkerStatus] = MappingPr
     {
         (WorkerStatus.SERVING, DrainSignal.LEAVE): WorkerStatus.LEAVING,
         (WorkerStatus.LEAVING, DrainSignal.EMPTY): WorkerStatus.DRAINED,
-        (
-            WorkerStatus.DRAINED,
-            DrainSignal.LEAVE,
-        ): WorkerStatus.LEAVING,  # it was drained, and is to become something after all
+        (WorkerStatus.DRAINED, DrainSignal.LEAVE): WorkerStatus.LEAVING,  # a drained worker gets a new configuration
         (WorkerStatus.DRAINED, DrainSignal.CHANGE): WorkerStatus.CHANGING,
         (WorkerStatus.CHANGING, DrainSignal.JOIN): WorkerStatus.SERVING,
     }
 )
 
 
-def next_status(standing: WorkerStatus, signal: DrainSignal) -> WorkerStatus:
-    """The standing that follows, or IllegalTransition."""
+def next_status(status: WorkerStatus, signal: DrainSignal) -> WorkerStatus:
+    """Returns the status that follows, or raises IllegalTransition."""
     try:
-        return DRAIN_TABLE[standing, signal]
+        return DRAIN_TABLE[status, signal]
     except KeyError:
-        raise IllegalTransition(f"a worker that is {standing} cannot take {signal}") from None
+        raise IllegalTransition(f"a worker that is {status} cannot take {signal}") from None
 
 
 @dataclass(slots=True)
 class RoleTransition:
-    """The router's side of one change. `target` None: it is only drained. Times are of the driver's clock, seconds."""
+    """The router's side of one change. `target` None: the worker is only drained. Times are in driver seconds."""
 
-    number: int  # of whoever asked for it
+    number: int  # of the request for it
     life: int
     target: WorkerConfig | None
-    recall_s: float  # when what it still has is taken elsewhere
+    recall_s: float  # when requests that still run are moved elsewhere
     standing: WorkerStatus = WorkerStatus.SERVING
 
     def take(self, signal: DrainSignal) -> None:
@@ -82,12 +76,12 @@ PHASES = MappingProxyType({Role.PREFILL: ("prefill",), Role.DECODE: ("decode",),
 
 
 def phases_of(roles: Iterable[Role]) -> set[str]:
-    """Those that workers of these roles serve."""
+    """Returns the phases that workers of these roles serve."""
     return {phase for role in roles for phase in PHASES[role]}
 
 
 def why_not(worker: WorkerId, standings: dict[WorkerId, tuple[Role, WorkerStatus]]) -> str:
-    """Why this worker cannot leave now; empty where it can. `standings` are of all workers that are there."""
+    """Returns why this worker cannot leave now; empty if it can. `standings`: those of all workers."""
     if worker not in standings:
         return f"there is no worker {worker}; there are {', '.join(sorted(standings))}"
     role, standing = standings[worker]
@@ -101,39 +95,39 @@ def why_not(worker: WorkerId, standings: dict[WorkerId, tuple[Role, WorkerStatus
 
 
 class DrainState:
-    """Where one worker stands, by the table of `role_change.py`."""
+    """The status of one worker, and the change that it was last asked for."""
 
     def __init__(self) -> None:
-        self.standing = WorkerStatus.SERVING
-        self._asked = Leave(0)
+        self.status = WorkerStatus.SERVING
+        self._request = Leave(0)
 
-    def asked(self, out: EffectBuffer, message: Leave, config: WorkerConfig) -> None:
-        """Asked again, it says again what it has said, lest that was lost. `config`: what the worker is."""
-        if message.life != self._asked.life:
-            if self.standing is not WorkerStatus.CHANGING:
-                self.standing, self._asked = WorkerStatus.LEAVING, message
-        elif self.standing is WorkerStatus.DRAINED:
+    def on_leave(self, out: EffectBuffer, message: Leave, config: WorkerConfig) -> None:
+        """Starts to drain. A repeated message is answered again, because the answer may have been lost."""
+        if message.life != self._request.life:
+            if self.status is not WorkerStatus.CHANGING:
+                self.status, self._request = WorkerStatus.LEAVING, message
+        elif self.status is WorkerStatus.DRAINED:
             out.tell_router(Left(message.life))
-        elif self.standing is WorkerStatus.SERVING:
+        elif self.status is WorkerStatus.SERVING:
             out.tell_router(Joined(message.life, config))
 
-    def look(self, out: EffectBuffer, *, idle: bool) -> None:
-        """After every event: whether it is empty now."""
-        if self.standing is not WorkerStatus.LEAVING or not idle:
+    def after_event(self, out: EffectBuffer, *, idle: bool) -> None:
+        """Reports to the router and the driver once the leaving worker is idle."""
+        if self.status is not WorkerStatus.LEAVING or not idle:
             return
         self._take(DrainSignal.EMPTY)
-        out.tell_router(Left(self._asked.life))
-        if self._asked.config is not None:
+        out.tell_router(Left(self._request.life))
+        if self._request.config is not None:
             self._take(DrainSignal.CHANGE)
-            out.put(Reshape(self._asked.config))
+            out.put(Reshape(self._request.config))
 
-    def reshaped(self, out: EffectBuffer, config: WorkerConfig, why: str) -> None:
+    def on_reshaped(self, out: EffectBuffer, config: WorkerConfig, why: str) -> None:
         self._take(DrainSignal.JOIN)
-        out.tell_router(Joined(self._asked.life, config, why))
+        out.tell_router(Joined(self._request.life, config, why))
 
-    def refuses(self, out: EffectBuffer, message: Message) -> bool:
-        """Whether the message asks for something of a worker that is being changed."""
-        if self.standing is not WorkerStatus.CHANGING:
+    def refuse(self, out: EffectBuffer, message: Message) -> bool:
+        """Refuses a request that reaches the worker while it is rebuilt; returns True if it did."""
+        if self.status is not WorkerStatus.CHANGING:
             return False
         detail = "the worker's role is being changed"
         if isinstance(message, Reserve):
@@ -143,14 +137,14 @@ class DrainState:
         return isinstance(message, Reserve | StartPrefill)
 
     @property
-    def lends(self) -> bool:
-        """Whether its pages can be read now."""
-        return self.standing is not WorkerStatus.CHANGING
+    def can_lend(self) -> bool:
+        """True if other workers can read pages of this one now."""
+        return self.status is not WorkerStatus.CHANGING
 
-    def router_lost(self) -> None:
-        """The next router asks again, if it wants anything. A change that is under way ends."""
-        if self.standing is not WorkerStatus.CHANGING:
-            self.standing = WorkerStatus.SERVING
+    def on_router_lost(self) -> None:
+        """Stops draining: the next router sends LEAVE again if it wants to. A change under way goes on."""
+        if self.status is not WorkerStatus.CHANGING:
+            self.status = WorkerStatus.SERVING
 
     def _take(self, signal: DrainSignal) -> None:
-        self.standing = next_status(self.standing, signal)
+        self.status = next_status(self.status, signal)

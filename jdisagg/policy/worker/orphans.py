@@ -1,8 +1,9 @@
-"""What a worker keeps when its router is gone: the sequences that it decodes, for its grace, until a router asks.
+"""The sequences that a worker goes on decoding after its router is lost, for a grace time, until a router adopts them.
 
-All else goes at once, handoffs above all, for their words went by the router. What is kept goes on as ever, draws its
-tokens and ends, and nobody hears of it. A router that is found is told what there is (Kept); what it adopts is told
-from where it says, and what nobody has adopted when the grace is over is given up.
+Everything else ends at once, handoffs above all, because their messages went through the router. An orphaned sequence
+goes on drawing tokens and ends, and no client receives them. A router that is found receives the list (`Kept`). For
+what it adopts, it receives the tokens from the index that it names. What no router has adopted when the grace time is
+over is aborted.
 """
 
 from __future__ import annotations
@@ -12,74 +13,69 @@ from collections.abc import Sequence
 from jdisagg.core.events import Effect, Send
 from jdisagg.core.messages import Abort, Adopt, Drawn, Ended, Kept, Preempted, TokenDelta
 from jdisagg.core.request import Attempt, Sampled
-from jdisagg.policy.effect_buffer import EffectBuffer
 from jdisagg.policy.worker.decode import DecodePhase
-from jdisagg.policy.worker.sequence import DecodeSequence, admitted
+from jdisagg.policy.worker.sequence import DecodeSequence
 
 GRACE_TIMER = "router"
-SPARE = 16  # sequences that have ended whose tokens are still remembered, before they are looked for
+SPARE = 16  # ended sequences whose tokens are still remembered before they are searched for and dropped
 
 
 class OrphanedSequences:
-    """Of one worker. Without a grace it keeps nothing, and remembers nothing."""
+    """The orphaned sequences of one worker and their tokens. Without a grace time there are none."""
 
-    def __init__(self, grace_s: float, decode_side: DecodePhase, out: EffectBuffer) -> None:
-        self.grace_s, self.decode_side, self.out = grace_s, decode_side, out
-        self.kept: dict[Attempt, DecodeSequence] = {}  # that no router has asked for
-        self._drawn: dict[Attempt, list[Sampled]] = {}  # by decoding, in order
-        self._ended: dict[Attempt, Ended] = {}  # of those that are kept
+    def __init__(self, grace_s: float, decode: DecodePhase) -> None:
+        self.grace_s, self.decode, self.out = grace_s, decode, decode.out
+        self.orphans: dict[Attempt, DecodeSequence] = {}  # not adopted by a router
+        self._drawn: dict[Attempt, list[Sampled]] = {}  # decoded tokens, in order
+        self._ended: dict[Attempt, Ended] = {}  # of the orphans
         self._until_s = 0.0
 
-    def noted(self, effects: list[Effect]) -> list[Effect]:
-        """After every event: what is said to the router, and might not reach it."""
-        if self.grace_s:
-            self._note(effects)
-        return effects
-
-    def _note(self, effects: Sequence[Effect]) -> None:
+    def record(self, effects: Sequence[Effect]) -> None:
+        """Remembers after each event what was sent to the router, because it might not arrive there."""
         for effect in effects:
             match effect:
                 case Send(_, Drawn(deltas)):
                     for delta in deltas:
-                        self._note_drawn(delta)
-                case Send(_, Ended() as ended) if ended.attempt in self.kept:
+                        self._record_tokens(delta)
+                case Send(_, Ended() as ended) if ended.attempt in self.orphans:
                     self._ended[ended.attempt] = ended
                 case Send(_, Preempted(attempt)) | Send(_, Abort(attempt)):
-                    self._forget(attempt)
+                    self.forget(attempt)
                 case _:
                     continue
-        if len(self._drawn) > len(self.decode_side.sequences) + len(self.kept) + SPARE:
-            living = self.decode_side.sequences.keys() | self.kept.keys()
+        if len(self._drawn) > len(self.decode.sequences) + len(self.orphans) + SPARE:
+            living = self.decode.sequences.keys() | self.orphans.keys()
             self._drawn = {attempt: drawn for attempt, drawn in self._drawn.items() if attempt in living}
 
-    def _note_drawn(self, delta: TokenDelta) -> None:
-        sequence = self.kept.get(delta.attempt) or self.decode_side.sequences.get(delta.attempt)
+    def _record_tokens(self, delta: TokenDelta) -> None:
+        sequence = self.orphans.get(delta.attempt) or self.decode.sequences.get(delta.attempt)
         if sequence is not None:
             drawn = self._drawn.setdefault(delta.attempt, [])
-            known = sequence.num_output + 1 + len(drawn)  # the first comes with COMMIT; what is told again is known
+            known = sequence.num_output + 1 + len(drawn)  # the first token comes with COMMIT; repeats are known
             drawn.extend(delta.sampled[max(0, known - delta.index) :])
 
-    def router_lost(self, now_s: float) -> set[Attempt]:
-        """What is kept from now on; the rest is to be given up."""
+    def on_router_lost(self, now_s: float) -> set[Attempt]:
+        """Returns the sequences that go on; everything else is to be aborted."""
         if not self.grace_s:
             return set()
-        self.kept |= {owner: each for owner, each in self.decode_side.sequences.items() if admitted(each)}
-        self._wait(now_s)
-        return set(self.kept)
+        self.orphans |= {owner: each for owner, each in self.decode.sequences.items() if each.is_admitted}
+        self._start_grace(now_s)
+        return set(self.orphans)
 
-    def router_found(self, now_s: float) -> None:
-        for owner, sequence in self.kept.items():
+    def on_router_found(self, now_s: float) -> None:
+        for owner, sequence in self.orphans.items():
             self.out.tell_router(Kept(owner, sequence.num_output))
-        self._wait(now_s)
+        self._start_grace(now_s)
 
-    def _wait(self, now_s: float) -> None:
-        if self.kept:
+    def _start_grace(self, now_s: float) -> None:
+        if self.orphans:
             self._until_s = now_s + self.grace_s
             self.out.set_timer(self._until_s, GRACE_TIMER)
 
     def adopt(self, message: Adopt) -> None:
+        """Sends the tokens from the index that the router names, and the end if the sequence is over."""
         owner = message.attempt
-        sequence = self.kept.pop(owner, None)
+        sequence = self.orphans.pop(owner, None)
         if sequence is None or sequence.first is None:
             self.out.abort(owner, "it was kept for a router no longer")
             return
@@ -90,19 +86,15 @@ class OrphanedSequences:
         if ended is not None:
             self.out.tell_router(ended)
 
-    def run_out(self, now_s: float) -> list[Attempt]:
-        """The timer fired: what is to be given up now."""
+    def expire(self, now_s: float) -> list[Attempt]:
+        """Returns the sequences to abort now that the timer has fired."""
         if now_s < self._until_s:
             return []
-        given_up = [*self.kept]
-        for owner in given_up:
-            self._forget(owner)
-        return given_up
+        expired = [*self.orphans]
+        for owner in expired:
+            self.forget(owner)
+        return expired
 
-    def aborted(self, owner: Attempt) -> None:
-        """A router does not want it."""
-        self._forget(owner)
-
-    def _forget(self, owner: Attempt) -> None:
-        for book in (self.kept, self._drawn, self._ended):
-            book.pop(owner, None)
+    def forget(self, owner: Attempt) -> None:
+        for table in (self.orphans, self._drawn, self._ended):
+            table.pop(owner, None)

@@ -1,4 +1,4 @@
-"""One sequence's place on a decode worker, and what a step in flight remembers of it."""
+"""The state of one sequence on a worker: its prompt while it is prefilled, and its tokens while it is decoded."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from jdisagg.policy.worker.handoff import Handoff, Signal, State
 
 @dataclass(slots=True, eq=False)
 class PartArrivals:
-    """Which parts of its KV a sequence has, and which it waits for."""
+    """The parts of a sequence's KV that have arrived, and those that are missing."""
 
-    parts: set[int] = field(default_factory=set[int])  # that are inserted
-    num_parts: int | None = None  # that COMMIT counts
-    layers: tuple[tuple[int, int], ...] = ()  # of its parts, round and round; (): each holds all
-    asked: Counter[int] = field(default_factory=Counter[int])  # times each part was asked for again
-    moved_s: float = 0.0  # when a part last came or was asked for again
-    wire: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # when each part was on its way
+    parts: set[int] = field(default_factory=set[int])  # inserted ones
+    num_parts: int | None = None  # known from COMMIT on
+    layers: tuple[tuple[int, int], ...] = ()  # of part i: layers[i % len(layers)]; (): each part holds all
+    asked: Counter[int] = field(default_factory=Counter[int])  # number of times each part was requested again
+    moved_s: float = 0.0  # when a part last arrived or was requested again
+    wire: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # start, end of each transfer
 
     @property
     def missing(self) -> list[int]:
-        """Parts that COMMIT counts and that have not come."""
+        """Parts that COMMIT counts and that have not arrived."""
         return [part for part in range(self.num_parts or 0) if part not in self.parts]
 
     @property
     def wire_s(self) -> float:
-        """For how long at least one of them was on its way."""
+        """Seconds during which at least one part was being transferred."""
         total_s, until_s = 0.0, -math.inf
         for began_s, landed_s in sorted(self.wire):
             total_s += max(0.0, landed_s - max(began_s, until_s))
@@ -45,36 +45,36 @@ class PartArrivals:
         return total_s
 
     def part_holds(self, part: int, layers: tuple[int, int]) -> bool:
-        """Whether the part holds any of these layers."""
+        """Returns True if the part holds any of these layers."""
         if not self.layers:
             return True
         first, stop = self.layers[part % len(self.layers)]
         return first < layers[1] and layers[0] < stop
 
     def expects(self, part: int) -> bool:
-        """Whether this part is still to come; one that COMMIT does not count is none of this sequence's."""
+        """Returns True if this part has still to arrive; a part that COMMIT does not count is not expected."""
         return (self.num_parts is None or part < self.num_parts) and part not in self.parts
 
 
 @dataclass(slots=True, eq=False)
 class DecodeSequence:
-    """One sequence's place: from its reservation to its last token."""
+    """A sequence on its decode worker, from the reservation to the last token."""
 
     handoff: Handoff
     asked: Reserve
     order: OrderKey
-    pages: list[int]  # the leading `cached_pages` are not its own
+    pages: list[int]  # the leading `cached_pages` are shared
     cached_pages: int = 0
-    held: LockedPages = NOTHING  # those, locked
+    held: LockedPages = NOTHING  # a lock on the cached pages
     arrivals: PartArrivals = field(default_factory=PartArrivals)
-    tail: tuple[int, ...] = ()  # the prompt's last tokens, as many as are needed; known from COMMIT on
+    tail: tuple[int, ...] = ()  # last tokens of the prompt, as many as needed; known from COMMIT on
     output: list[int] = field(default_factory=list[int])  # tokens of this attempt, as read
     first: Sampled | None = None  # known from COMMIT on
-    dispatched: int = 0  # output tokens drawn, and those that steps in flight may draw
+    dispatched: int = 0  # output tokens read, and those that steps in flight may draw
     in_flight: int = 0  # tokens that steps in flight draw at least, unless they stop
     slot: int | None = None
-    recalled: int = 0  # output tokens that its engine was told; none: its admission has not been dispatched
-    stepped: bool = False  # a decoded token has been read
+    recalled: int = 0  # output tokens that the engine knows; 0: its admission has not been dispatched
+    has_stepped: bool = False  # a decoded token has been read
 
     @property
     def owner(self) -> Attempt:
@@ -82,7 +82,7 @@ class DecodeSequence:
 
     @property
     def source(self) -> WorkerId:
-        """Whose parts and COMMIT it waits for."""
+        """The worker that sends its KV and COMMIT."""
         return self.asked.prefill_worker
 
     @property
@@ -90,48 +90,68 @@ class DecodeSequence:
         return self.asked.sampling
 
     @property
-    def on_device(self) -> bool:
+    def is_on_device(self) -> bool:
         return self.recalled > 0
 
     @property
     def num_output(self) -> int:
-        """Tokens the client had before this attempt."""
+        """Number of output tokens before this attempt."""
         return self.asked.num_output
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the KV when it is committed: the prompt's."""
+        """Number of tokens in the KV at COMMIT: those of the prompt."""
         return self.asked.prompt_tokens
 
     @property
-    def drained(self) -> bool:
-        """All its steps are dispatched, and no stage of them waits for KV: it only waits for tokens."""
-        return len(self.output) + self.in_flight >= self.sampling.max_tokens and admitted(self)
+    def is_drained(self) -> bool:
+        """True if all its steps are dispatched and no stage waits for KV: only tokens are outstanding."""
+        return len(self.output) + self.in_flight >= self.sampling.max_tokens and self.is_admitted
 
     @property
     def own_pages(self) -> list[int]:
         return self.pages[self.cached_pages :]
 
+    @property
+    def is_admitted(self) -> bool:
+        return self.handoff.state is State.ADMITTED
+
     def commit(self, manifest: Commit) -> None:
-        """What COMMIT says; the first token is out, and the sequence's steps follow it."""
+        """Takes over the first token and the number of parts from COMMIT; decode steps follow the first token."""
         self.handoff.take(Signal.COMMIT)
         self.first, self.tail = manifest.first, manifest.tail
         self.arrivals.num_parts, self.arrivals.layers = manifest.num_parts, manifest.layers
         self.output.append(manifest.first.token)
         self.dispatched = 1
 
+    def admission(self, slot: int, draft_tokens: int) -> Admission:
+        """Returns what the engine needs to know to decode the sequence in this slot."""
+        assert self.first is not None, "an admitted sequence has its first token"
+        drafted = draft_tokens > 0 and self.sampling.speculative
+        drawn = (self.first.token,)
+        return Admission(
+            slot=slot,
+            request_id=self.asked.request_id,
+            token=self.first.token,
+            position=self.num_tokens,
+            pages=tuple(self.pages),
+            sampling=self.sampling,
+            num_output=self.num_output + 1,
+            history=history_of(self.tail, self.sampling, self.num_output, drawn, drafted=drafted),
+        )
+
     def dispatch(self, width: int, least: int) -> None:
-        """A step that draws up to `width` tokens of it, and `least` unless one of them is its last, is under way."""
+        """Records a step that draws up to `width` tokens, and at least `least` unless one of them is the last."""
         self.recalled = len(self.output)
         self.in_flight += least
         self.dispatched += width
 
     def step_back(self) -> None:
-        """What its steps in flight draw is nobody's: it decodes from where it was when it came."""
+        """Discards its steps in flight: it decodes again from its first token."""
         self.slot, self.recalled, self.dispatched, self.in_flight = None, 0, 1, 0
 
     def read(self, width: int, least: int, drawn: int) -> None:
-        """One of its steps ended, which could have drawn `width` tokens."""
+        """Records the end of a step that could have drawn `width` tokens and drew `drawn`."""
         self.in_flight -= least
         self.dispatched -= width - drawn
 
@@ -139,18 +159,18 @@ class DecodeSequence:
         self.handoff.deadline_s = now_s + self.asked.lease_s
 
     def is_for(self, transfer: KVTransfer) -> bool:
-        """Whether it comes from this reservation's source, for pages that are its own to fill."""
+        """Returns True if the transfer comes from this reservation's source, for pages that only it may fill."""
         ours = {NULL_PAGE, *self.own_pages}
         return transfer.source == self.source and ours.issuperset(transfer.destination_pages)
 
     def wants(self, part: int) -> bool:
-        """Whether this part may come now."""
+        """Returns True if this part may be inserted now."""
         return self.arrivals.expects(part) and self.handoff.can_take(Signal.ARRIVE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Decode rows in flight, and whose the slots were when they were dispatched."""
+    """The decode rows of a step in flight, with the sequences that had the slots when it was dispatched."""
 
     microbatch: int
     sequences: dict[int, DecodeSequence]
@@ -159,32 +179,12 @@ class Step:
     turns: bool = False  # see `DecodeRows.turns`
 
     def least(self, slot: int) -> int:
-        """Tokens that it draws unless one of them is its last: each turn's, of a draft only one."""
+        """Returns the tokens that the slot draws unless one is its last: all of a multi-step, one of a draft."""
         return self.widths[slot] if self.turns else 1
 
 
-def admitted(sequence: DecodeSequence) -> bool:
-    return sequence.handoff.state is State.ADMITTED
-
-
-def admission(slot: int, sequence: DecodeSequence, draft_tokens: int) -> Admission:
-    assert sequence.first is not None, "an admitted sequence has its first token"
-    drafted = draft_tokens > 0 and sequence.sampling.speculative
-    drawn = (sequence.first.token,)
-    return Admission(
-        slot=slot,
-        request_id=sequence.asked.request_id,
-        token=sequence.first.token,
-        position=sequence.num_tokens,
-        pages=tuple(sequence.pages),
-        sampling=sequence.sampling,
-        num_output=sequence.num_output + 1,
-        history=history_of(sequence.tail, sequence.sampling, sequence.num_output, drawn, drafted=drafted),
-    )
-
-
 def end_of(sampling: SamplingParams, sampled: Sampled, num_output: int) -> FinishReason | None:
-    """Why a request is over with this token, its `num_output`th of this attempt; None where it goes on."""
+    """Returns why a request ends with this token, the `num_output`th of the attempt; None if it goes on."""
     if sampled.broken:
         return FinishReason.ERROR
     if sampled.token in sampling.stop_token_ids:
@@ -192,12 +192,9 @@ def end_of(sampling: SamplingParams, sampled: Sampled, num_output: int) -> Finis
     return FinishReason.LENGTH if num_output >= sampling.max_tokens else None
 
 
-# One prompt on a prefill worker: what of it is planned, which pages it holds, and what of its KV has left.
-
-
 @dataclass(slots=True)
 class PromptResults:
-    """What its chunks have told of the prompt itself, where that was asked for."""
+    """The requested outputs for the prompt itself: logprobs or a pooled state, collected chunk by chunk."""
 
     scored: list[Sampled] = field(default_factory=list[Sampled])  # logprobs so far
     pooled: tuple[int, ...] = ()  # the last token's state, or the sum of all so far
@@ -208,21 +205,21 @@ class PromptResults:
 
 @dataclass(slots=True, eq=False)
 class PrefillSequence:
-    """One prompt on its way from StartPrefill to the release of its pages."""
+    """A prompt from StartPrefill to the release of its pages."""
 
     handoff: Handoff
     asked: StartPrefill
     order: OrderKey
     group: PageGroup  # of this worker's pages and the destination's
-    sent_pages: int  # leading pages that have left, or whose KV the destination held already
-    mode: TransferMode = TransferMode.WHOLE  # settled when it begins
-    held: LockedPages = NOTHING  # leading pages whose KV was here already, locked
-    pages: tuple[int, ...] = ()  # all, the held ones first; a colocated prompt computes in the reservation's
-    own: tuple[int, ...] = ()  # of these, those that nobody else reads
-    names: tuple[PageHash, ...] = ()  # of its full pages
-    parts: list[KVTransfer] = field(default_factory=list[KVTransfer])  # as shipped
-    planned: int = 0  # tokens that plans have taken
-    told: PromptResults = field(default_factory=PromptResults)
+    sent_pages: int  # leading pages that are sent, or cached at the destination
+    mode: TransferMode = TransferMode.WHOLE  # chosen with its first chunk
+    held: LockedPages = NOTHING  # leading pages that were cached, locked
+    pages: tuple[int, ...] = ()  # all, the held ones first; empty if colocated: it computes in the reservation's
+    own: tuple[int, ...] = ()  # those of `pages` that no other sequence reads
+    names: tuple[PageHash, ...] = ()  # hashes of its full pages
+    parts: list[KVTransfer] = field(default_factory=list[KVTransfer])  # as sent
+    planned: int = 0  # tokens that are cached or that steps have taken
+    results: PromptResults = field(default_factory=PromptResults)
 
     @property
     def owner(self) -> Attempt:
@@ -234,7 +231,7 @@ class PrefillSequence:
 
     @property
     def num_output(self) -> int:
-        """Output tokens among those of its prompt."""
+        """Number of earlier output tokens at the end of its prompt."""
         return self.asked.num_output
 
     @property
@@ -243,13 +240,17 @@ class PrefillSequence:
 
     @property
     def cached_pages(self) -> int:
-        """Leading decode pages that the destination held already."""
+        """Number of leading decode pages that are cached at the destination."""
         return self.asked.cached_pages
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """The prompt's last tokens, as many as the destination needs."""
+        """The last tokens of the prompt, as many as the destination needs."""
         return self.request.prompt[self.request.prompt_tokens - self.asked.tail_tokens :]
+
+    @property
+    def is_started(self) -> bool:
+        return self.planned > 0
 
     @property
     def tokens_left(self) -> int:
@@ -257,5 +258,5 @@ class PrefillSequence:
 
 
 def is_here(prompt: PrefillSequence, config: WorkerConfig) -> bool:
-    """Whether it decodes on this very worker, and so computes in its reservation's pages."""
+    """Returns True if the prompt will decode on this worker, and so computes in the pages of its reservation."""
     return prompt.decode_worker == config.worker

@@ -122,11 +122,11 @@ def transfer_stats_of(actors: Mapping[WorkerId, Any]) -> TransferStats:
 
 
 def _described(worker: Worker) -> dict[str, str]:
-    streaming = worker.prefill_side.shipping.streaming
+    streaming = worker.prefill.sender.streaming
     fixed = f"--transfer={worker.config.transfer}: nothing to learn"
     return {
         "streaming": fixed if streaming is None else streaming.describe(),
-        "wires": f"--transfer_compress={worker.config.compress}: {worker.prefill_side.shipping.wires.describe()}",
+        "wires": f"--transfer_compress={worker.config.compress}: {worker.prefill.sender.codecs.describe()}",
     }
 
 

@@ -59,7 +59,7 @@ class Followed:
         self.tell()
 
     def tell(self) -> None:
-        word = self.changes.since_told()
+        word = self.changes.take_delta()
         if word is not None:
             self.words.append(word)
 
@@ -71,7 +71,7 @@ class Followed:
         """Questions reach the worker, which says all that it keeps."""
         self.asked += len(self.directory.to_ask())
         for _ in range(self.asked):
-            self.words += self.changes.all_of_it()
+            self.words += self.changes.take_snapshot()
         self.asked = 0
 
     def settle(self) -> None:
@@ -108,7 +108,7 @@ def test_nothing_is_told_before_somebody_asks_and_nothing_of_what_did_not_change
     link.directory.to_ask()
     link.keep(1, 2)
     assert not link.words
-    link.words += link.changes.all_of_it()
+    link.words += link.changes.take_snapshot()
     link.cache.insert(page_hashes((7,), 1), [99])
     link.cache.touch(page_hashes((1, 2), 1))
     link.cache.evict(1)

@@ -68,7 +68,7 @@ class Desk:
         self.settle()
 
     def tend(self) -> None:
-        self.tiers.tend(self.now_s)
+        self.tiers.run_demotions(self.now_s)
         self.settle()
 
     def fetch(self, *names: int, room: int = 99, waiter: Attempt = ME) -> bool:

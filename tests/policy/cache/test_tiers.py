@@ -140,17 +140,17 @@ def waiting_for_pages() -> tuple[World, Request]:
     world = World(pair(**DRAM))
     for each in requests:
         world.submit(each, each.arrival_s)
-    reservations = world.workers[WorkerId("decode-0")].reservations
-    while world.waiting and not reservations.waiting:
+    decode = world.workers[WorkerId("decode-0")].decode
+    while world.waiting and not decode.awaiting_fetch:
         world.step()
-    (owner,) = reservations.waiting
+    (owner,) = decode.awaiting_fetch
     return world, next(each for each in requests if each.request_id == owner.request_id)
 
 
 def test_a_reservation_that_is_asked_for_twice_while_it_waits_is_made_once():
     world, each = waiting_for_pages()
     decoder = world.workers[WorkerId("decode-0")]
-    (message,) = decoder.reservations.waiting.values()
+    (message,) = decoder.decode.awaiting_fetch.values()
     again = decoder.handle(Received(ROUTER, message), world.now_s)
     assert Reserved not in {type(getattr(effect, "message", None)) for effect in again}
     world.run()

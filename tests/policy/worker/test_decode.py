@@ -24,7 +24,7 @@ from jdisagg.policy.cache.page_pool import PagePool, SharedPages
 from jdisagg.policy.cache.prefix_cache import PAGE_NAME_BYTES, packed, page_hashes, unpacked
 from jdisagg.policy.request_size import order_of, tail_tokens
 from jdisagg.policy.router.request_state import RequestState, build_reserve, reserve_for
-from jdisagg.policy.worker.decode import StepResults
+from jdisagg.policy.worker.decode import tokens_until_end
 from jdisagg.policy.worker.sequence import end_of
 from jdisagg.policy.worker.worker import Worker
 from tests.policy.bench import OTHER, Bench
@@ -75,7 +75,7 @@ class StagedBench:
 
     @property
     def free_pages(self) -> int:
-        return self.worker.pool.free_pages
+        return self.worker.shared.pool.free_pages
 
 
 def plans(effects: list) -> list[Any]:
@@ -258,7 +258,7 @@ def test_a_commit_of_other_sizes_than_were_reserved_is_refused_with_both(changed
     assert bench.reserve(request("a", 6)) and bench.reserve(request("b", 6))
     bench.says(replace(Commit(A1, Sampled(3), 6, 1, tail=(1, 2)), **changed), OTHER)
     assert [each.detail for each in bench.said(Abort)] == [says]
-    assert [owner.request_id for owner in bench.worker.decode_side.sequences] == ["b"], "the other goes on"
+    assert [owner.request_id for owner in bench.worker.decode.sequences] == ["b"], "the other goes on"
 
 
 def test_only_where_something_is_made_of_it_does_a_commit_bring_the_end_of_its_prompt():
@@ -318,7 +318,7 @@ def test_a_row_of_several_tokens_ends_where_its_tokens_one_by_one_do(
 ) -> None:
     answer: Any = Answer(SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stops)), before)
     drawn = tuple(Sampled(token, score) for token in tokens)
-    ends = StepResults._until_end(object.__new__(StepResults), answer, drawn)
+    ends = tokens_until_end(answer, drawn)
     assert ends == one_by_one(answer, drawn)
 
 
@@ -374,7 +374,7 @@ def drained(yard: TierYard | None = None, drain_s: float = 0.2, **sizes: Any) ->
     requests = [request(name, 12, max_tokens=90) for name in "abcd"]
     for each in requests:
         world.submit(each)
-    held = world.workers[DRAINED].decode_side.sequences
+    held = world.workers[DRAINED].decode.sequences
     while not any(len(each.output) >= 30 for each in held.values()):
         world.step()
     world._at(world.now_s, ROUTER, ChangeRole(DRAINED, 1, None, drain_s))

@@ -21,7 +21,7 @@ from jdisagg.policy.worker.kv_sender import (
     StreamingPolicy,
     TransferFit,
     choose_wire,
-    pieces,
+    cut_chunks,
 )
 from jdisagg.policy.worker.worker import Worker
 from tests.sim.cases import worker
@@ -95,8 +95,8 @@ def test_a_part_that_is_asked_for_again_comes_raw():
 def test_a_worker_takes_the_figures():
     actor = Worker(prefill(Compress.AUTO))
     actor.handle(WiresTimed(COSTS), 0.0)
-    assert actor.prefill_side.shipping.wires.costs == COSTS
-    assert "raw 0.01 ms, int8 0.05 ms" in actor.prefill_side.shipping.wires.describe()
+    assert actor.prefill.sender.codecs.costs == COSTS
+    assert "raw 0.01 ms, int8 0.05 ms" in actor.prefill.sender.codecs.describe()
 
 
 # What may leave after a chunk: every (page, layer) once, and none that is still to be written.
@@ -109,23 +109,23 @@ def config(**sizes) -> WorkerConfig:
 
 
 def test_a_whole_transfer_waits_for_the_last_chunk():
-    assert pieces(TransferMode.WHOLE, config(), 0, 8, 10) == ()
-    assert pieces(TransferMode.WHOLE, config(), 0, 10, 10) == (KVChunk(0, 3, None),)
+    assert cut_chunks(TransferMode.WHOLE, config(), 0, 8, 10) == ()
+    assert cut_chunks(TransferMode.WHOLE, config(), 0, 10, 10) == (KVChunk(0, 3, None),)
 
 
 def test_a_chunk_sends_the_pages_it_completed_and_the_last_one_the_rest():
-    assert pieces(TransferMode.CHUNK, config(), 0, 7, 18) == (KVChunk(0, 1, None),)
-    assert pieces(TransferMode.CHUNK, config(), 1, 7, 18) == ()
-    assert pieces(TransferMode.CHUNK, config(), 1, 18, 18) == (KVChunk(1, 5, None),)
+    assert cut_chunks(TransferMode.CHUNK, config(), 0, 7, 18) == (KVChunk(0, 1, None),)
+    assert cut_chunks(TransferMode.CHUNK, config(), 1, 7, 18) == ()
+    assert cut_chunks(TransferMode.CHUNK, config(), 1, 18, 18) == (KVChunk(1, 5, None),)
 
 
 def test_layer_groups_leave_one_by_one_in_their_order():
-    assert pieces(TransferMode.LAYER, config(), 0, 8, 10) == tuple(KVChunk(0, 2, run) for run in GROUPS)
+    assert cut_chunks(TransferMode.LAYER, config(), 0, 8, 10) == tuple(KVChunk(0, 2, run) for run in GROUPS)
 
 
 def test_a_single_group_is_all_layers():
     alone = worker("prefill-0", Role.PREFILL, layer_groups=((0, 8),))
-    assert pieces(TransferMode.LAYER, alone, 0, 8, 10) == (KVChunk(0, 2, None),)
+    assert cut_chunks(TransferMode.LAYER, alone, 0, 8, 10) == (KVChunk(0, 2, None),)
 
 
 def test_the_tokens_of_a_piece_end_with_the_prompt():
@@ -138,7 +138,7 @@ def test_every_page_and_layer_leaves_once_and_only_when_it_is_whole(mode, total,
     first = sent
     for tokens in [*chunks, total]:
         computed = min(total, computed + tokens)
-        cut = pieces(mode, sizes, sent, computed, total)
+        cut = cut_chunks(mode, sizes, sent, computed, total)
         assert all(piece.stop * 4 <= computed or computed == total for piece in cut)
         left += [
             (page, layers) for piece in cut for page in range(piece.start, piece.stop) for layers in [piece.layers]

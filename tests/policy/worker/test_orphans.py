@@ -96,7 +96,7 @@ def test_handoffs_and_prompts_are_given_up_at_once():
     assert bench.reserve(b) and bench.reserve(c)
     bench.arrive(b)
     bench.take(RouterLost())
-    assert [owner.request_id for owner in bench.worker.decode_side.sequences] == ["a"]
+    assert [owner.request_id for owner in bench.worker.decode.sequences] == ["a"]
     bench.take(RouterFound())
     assert [kept.attempt.request_id for kept in bench.said(Kept)] == ["a"]
 
@@ -130,7 +130,7 @@ def test_the_grace_begins_anew_with_a_router_and_who_was_adopted_is_not_given_up
     bench.now_s = GRACE_S
     bench.fire(GRACE_TIMER)
     assert bench.now_s == 2 * GRACE_S - 1.0
-    assert [owner.request_id for owner in bench.worker.decode_side.sequences] == ["a"]
+    assert [owner.request_id for owner in bench.worker.decode.sequences] == ["a"]
     assert [message.attempt.request_id for message in bench.said(Abort)] == ["b"], "the router is told of it"
 
 
@@ -140,7 +140,7 @@ def test_an_early_timer_gives_nothing_up():
     bench.take(RouterLost())
     bench.timers[GRACE_TIMER] = 1.0
     bench.fire(GRACE_TIMER)
-    assert bench.worker.decode_side.sequences
+    assert bench.worker.decode.sequences
 
 
 def test_what_nobody_keeps_any_longer_is_said_to_be_gone():
@@ -168,7 +168,7 @@ def test_a_step_that_fails_without_a_router_leaves_nothing_to_adopt():
     bench.take(RouterLost())
     bench.fail(bench.decode_runs[-1].plan.step_id)
     bench.take(RouterFound())
-    assert not bench.said(Kept) and not bench.worker.decode_side.sequences
+    assert not bench.said(Kept) and not bench.worker.decode.sequences
 
 
 def test_a_stream_outlives_two_routers():
@@ -203,7 +203,7 @@ def test_without_a_grace_nothing_is_kept_and_nothing_remembered():
     a = request("a")
     bench = decoding(a, grace_s=0.0)
     bench.read()
-    assert not bench.worker.keeping._drawn
+    assert not bench.worker.orphans._drawn
     bench.take(RouterLost())
     bench.read_all()
     bench.take(RouterFound())
@@ -218,4 +218,4 @@ def test_tokens_of_sequences_that_are_over_are_forgotten():
         bench.arrive(each)
         bench.commit(each)
         bench.read_all()
-    assert len(bench.worker.keeping._drawn) < 20
+    assert len(bench.worker.orphans._drawn) < 20

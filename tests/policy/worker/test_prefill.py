@@ -162,7 +162,7 @@ def test_without_prefix_caching_nothing_is_kept(workers):
     world = World(off)
     run_all(world, [asks("a"), asks("b", arrival_s=1.0)])
     assert cached_tokens(world, "b") == 0
-    assert all(worker.pool.free_pages == worker.config.num_pages for worker in world.workers.values())
+    assert all(worker.shared.pool.free_pages == worker.config.num_pages for worker in world.workers.values())
 
 
 @layouts

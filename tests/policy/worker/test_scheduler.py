@@ -15,7 +15,7 @@ from jdisagg.core.messages import Preempted
 from jdisagg.core.request import FinishReason, WorkerId
 from jdisagg.core.worker_config import Ring, Role, Stages
 from jdisagg.policy.worker import scheduler
-from jdisagg.policy.worker.decode import StepResults
+from jdisagg.policy.worker.decode import DecodePhase
 from jdisagg.policy.worker.scheduler import Scheduler
 from tests.policy.bench import Bench
 from tests.sim.cases import (
@@ -94,7 +94,7 @@ def test_a_prompt_is_cut_at_the_same_tokens_in_any_company():
 def test_a_row_that_may_draw_a_draft_gets_pages_for_all_of_it_and_tells_what_was_accepted():
     world, each = World(pair(draft_tokens=3, reserve_tokens=1)), request("a", max_tokens=30)
     run_all(world, [each])
-    assert world.workers[WorkerId("decode-0")].decode_side.free_slots == 4 + 2
+    assert world.workers[WorkerId("decode-0")].decode.free_slots == 4 + 2
     rows = [effect.plan.decode for _, _, effect in world.effects if runs_decode(effect)]
     assert {width for row in rows for width in row.widths} == {1, 4} and len(rows) < 29
 
@@ -313,7 +313,7 @@ def test_every_answer_is_right_whatever_rows_and_chunks_share_and_whatever_fails
     world.run()
     check_outputs(world, asked)
     for each in world.workers.values():
-        assert each.decode_side.free_slots == each.config.num_slots + each.config.reservations_ahead
+        assert each.decode.free_slots == each.config.num_slots + each.config.reservations_ahead
 
 
 # Steps that repeat are formed without a look at their sequences, and are those that a look would have formed.
@@ -408,7 +408,9 @@ def test_rows_repeat_between_steps_that_fail_and_every_answer_is_whole():
     asked = [request(f"r{n}", max_tokens=40) for n in range(4)]
     for each in asked:
         world.submit(each, each.arrival_s)
-    with mock.patch.object(StepResults, "failed", autospec=True, side_effect=StepResults.failed) as failed:
+    with mock.patch.object(
+        DecodePhase, "on_step_failed", autospec=True, side_effect=DecodePhase.on_step_failed
+    ) as failed:
         _, repeated = formed(world)
     assert failed.call_count and repeated, f"{failed.call_count} steps failed, {repeated} repeat"
     check_ended(world, asked)

@@ -475,8 +475,8 @@ def test_pages_that_the_destination_holds_are_not_shipped():
     bench.start(each, cached_pages=3)
     bench.read_all()
     assert [(part.source_pages, part.destination_pages) for run in bench.prefill_runs for part in run.ships] == [
-        ((bench.worker.prefill_side.sequences[A1].pages[3],), (4,)),
-        ((bench.worker.prefill_side.sequences[A1].pages[4],), (5,)),
+        ((bench.worker.prefill.sequences[A1].pages[3],), (4,)),
+        ((bench.worker.prefill.sequences[A1].pages[4],), (5,)),
     ]
     assert [message.num_parts for message in bench.said(Commit)] == [2]
 
@@ -499,9 +499,9 @@ def test_a_worker_that_learns_says_from_where_on_it_streams():
         bench.now_s += 1e-3
         bench.read()
     bench.says(Ack(A1, wire_s=2.0), OTHER)
-    learnt = bench.worker.prefill_side.shipping.streaming
+    learnt = bench.worker.prefill.sender.streaming
     assert 0 < bench.said(View)[-1].stream_tokens != told and learnt is not None and "ms" in learnt.describe()
-    assert not prefilling(transfer=TransferMode.CHUNK).worker.prefill_side.shipping.streaming
+    assert not prefilling(transfer=TransferMode.CHUNK).worker.prefill.sender.streaming
 
 
 def test_a_part_asked_for_again_is_the_same_pages_again():
@@ -604,9 +604,9 @@ def test_pages_on_their_way_are_booked_as_such(mode):
     bench = prefilling(transfer=mode, prefill_buckets=(8,), chunks_in_flight=1, layer_groups=((0, 1), (1, 2)))
     bench.start(request("a", 20))
     whole = mode is TransferMode.WHOLE
-    assert bench.worker.pool.count(PageState.IN_FLIGHT) == (0 if whole else 2)
+    assert bench.worker.shared.pool.count(PageState.IN_FLIGHT) == (0 if whole else 2)
     bench.read_all()
-    assert bench.worker.pool.count(PageState.IN_FLIGHT) == 5
+    assert bench.worker.shared.pool.count(PageState.IN_FLIGHT) == 5
 
 
 @pytest.mark.parametrize("mode", TransferMode)
@@ -634,7 +634,7 @@ def test_a_cancelled_prompt_returns_every_page(reads):
     bench.abort("long")
     assert bench.free_pages == 64
     bench.read_all()
-    assert bench.worker.idle and not bench.worker.prefill_side.waiting.tokens
+    assert bench.worker.idle and not bench.worker.prefill.waiting_tokens
 
 
 def test_a_prompt_said_twice_is_computed_once():

@@ -131,7 +131,7 @@ class DecodeSideMachine(SideMachine):
     def arrive(self, data: st.DataObject) -> None:
         each = self.requests[data.draw(st.sampled_from(sorted(self.bench.epochs)))]
         part = data.draw(st.integers(0, parts_of(each) - 1))
-        waited = each.request_id in {owner.request_id for owner in self.bench.worker.decode_side.sequences}
+        waited = each.request_id in {owner.request_id for owner in self.bench.worker.decode.sequences}
         kinds = {type(effect) for effect in self.bench.arrive(each, part, parts_of(each))}
         assert len(kinds & {InsertKV, DropKV}) == 1
         assert waited or DropKV in kinds
