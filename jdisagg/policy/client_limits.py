@@ -1,4 +1,4 @@
-"""How much each client may ask for: requests and tokens a minute, and requests at once.
+"""Rate limits per client: requests and tokens a minute, and concurrent requests.
 
 Rates are token buckets: a client may ask for a minute's allowance at once, which then fills again evenly. Tokens are
 charged as a request may need them (prompt and output limit) and given back where it needed fewer. A request that is
@@ -18,7 +18,7 @@ MOST_CLIENTS = 10_000  # remembered: who asked for nothing for longest is forgot
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one client; 0: no limit."""
+    """The limits of one client; 0 means no limit."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -26,7 +26,7 @@ class Rates:
 
     @classmethod
     def parse(cls, text: str) -> Rates:
-        """Of --client_limits. Raises ConfigError with what cannot be."""
+        """Parses --client_limits; raises ConfigError that names the bad entry."""
         found: dict[str, int] = {}
         for part in filter(None, text.split(",")):
             name, _, number = part.partition("=")
@@ -40,7 +40,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class RateStatus:
-    """What is left of one rate: at most `limit`, all of it again after `reset_s`."""
+    """The rest of one rate: at most `limit`, and all of it again after `reset_s`."""
 
     name: str
     limit: int
@@ -114,7 +114,7 @@ class ClientLimits:
             bucket.level = min(bucket.per_minute, bucket.level + max(0, charged - used))
 
     def allowances(self, name: str, now_s: float) -> list[RateStatus]:
-        """What is left to the client, as it may be told."""
+        """Returns the rest of each rate of the client."""
         buckets = self._client(name, now_s).buckets
         return [
             RateStatus(rate, each.per_minute, max(0, int(each.level)), each.wait_s(each.per_minute))
@@ -135,8 +135,8 @@ class ClientLimits:
         return Client({rate: Bucket(limit, limit, now_s) for rate, limit in limits.items() if limit})
 
     def _forget(self, now_s: float) -> None:
-        """Those whose allowance is whole; and until a tenth is free, those who run nothing and asked longest ago, so
-        that a flood of addresses does not have all looked through for each."""
+        """Drops clients with a full allowance; then, until a tenth of the places is free, idle clients that asked
+        longest ago, so that a flood of addresses does not search all clients for each of them."""
         for client in self._clients.values():
             for bucket in client.buckets.values():
                 bucket.fill(now_s)

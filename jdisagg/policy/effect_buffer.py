@@ -1,4 +1,4 @@
-"""Effects of one event, in the order in which they are to happen."""
+"""The effects of one event, in the order in which the driver applies them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_NUMBERS = "the model's logits were no numbers (NaN or infinite)"
 
 
 class EffectBuffer:
-    """Collects; the actor's `handle` hands them over with `drain`."""
+    """Collects the effects of one event; the actor's `handle` returns them with `drain`."""
 
     def __init__(self) -> None:
         self._effects: list[Effect] = []
@@ -36,7 +36,7 @@ class EffectBuffer:
     def end(
         self, attempt: Attempt, reason: FinishReason, num_output: int, now_s: float, sampling: SamplingParams
     ) -> None:
-        """`num_output` tokens are out in all. As an error it ends where nothing could be drawn."""
+        """Reports the end of a sequence to the router; `num_output` tokens were sent in all attempts."""
         detail = why_nothing_was_drawn(sampling) if reason is FinishReason.ERROR else ""
         self.tell_router(Ended(attempt, reason, now_s, num_output, detail))
 
@@ -56,7 +56,7 @@ class EffectBuffer:
 
 
 def why_nothing_was_drawn(sampling: SamplingParams) -> str:
-    """As far as it is known here: a worker sees tokens, and its log says what a grammar complained of."""
+    """Returns the likely causes; the worker sees tokens only, and its log has the grammar's message."""
     if not sampling.grammar:
         return NO_NUMBERS
     return f"no token could follow: the answer's grammar went over its limits or has none here, or {NO_NUMBERS}"

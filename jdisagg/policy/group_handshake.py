@@ -1,4 +1,4 @@
-"""Who may be a member of a group: what each process says of itself, against what the leader is.
+"""The checks of a process that joins a worker group: its own description against the leader's.
 
 Every refusal is one line that names the member, both values, and what to change.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-CLOCK_S = 30.0  # by which two clocks may differ: logs and traces of one worker are read side by side
+CLOCK_S = 30.0  # largest difference of two clocks: logs and traces of one worker are read side by side
 MOST_FLAGS = 200
 MOST_TEXT = 400
 TEXTS = ("group", "version", "jax", "model")
@@ -17,7 +17,7 @@ TEXTS = ("group", "version", "jax", "model")
 
 @dataclass(frozen=True)
 class MemberInfo:
-    """What a process says of itself before it is of a group."""
+    """The description that a process sends before it joins a group."""
 
     group: str
     rank: int
@@ -25,7 +25,7 @@ class MemberInfo:
     version: str
     jax: str  # its version
     model: str  # the model's identity in one line
-    flags: Mapping[str, str]  # those that all processes of a group must share
+    flags: Mapping[str, str]  # flags that all processes of a group must share
     clock_s: float  # seconds since the epoch
 
     def to_json(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class MemberInfo:
 
 
 def read_member_info(record: Any) -> MemberInfo | None:
-    """Of a peer's JSON; None where it is none."""
+    """Parses the description in a peer's JSON; returns None if it is malformed."""
     said = cast(dict[str, Any], record) if isinstance(record, dict) else {}
     flags = cast(dict[str, str], said["flags"]) if isinstance(said.get("flags"), dict) else None
     texts: list[Any] = [said.get(name) for name in TEXTS]
@@ -55,7 +55,7 @@ def read_member_info(record: Any) -> MemberInfo | None:
 
 
 def refusal(ours: MemberInfo, theirs: MemberInfo, place: str, present: Mapping[int, str]) -> str | None:
-    """Why the process at `place` may not be a member; None where it may. `present`: places of members by rank."""
+    """Returns why the process at `place` cannot join; None if it can. `present`: addresses of members by rank."""
     who = f"member {theirs.rank} at {place}"
     if theirs.group != ours.group:
         return (
@@ -88,7 +88,7 @@ def _difference(ours: MemberInfo, theirs: MemberInfo, who: str) -> str | None:
 
 
 def clock_off(who: str, theirs_s: float, ours_s: float) -> str | None:
-    """The line of a clock that lies too far from the leader's, both in seconds since the epoch; None otherwise."""
+    """Returns the error if a clock differs too much from the leader's, both in seconds since the epoch; else None."""
     if abs(theirs_s - ours_s) <= CLOCK_S:
         return None
     clocks = f"{theirs_s:.0f} s, the leader's {ours_s:.0f} s"
@@ -96,7 +96,7 @@ def clock_off(who: str, theirs_s: float, ours_s: float) -> str | None:
 
 
 def unfilled(ours: MemberInfo, present: Mapping[int, str], waited_s: float, last_refusal: str) -> str:
-    """The line of a group that did not fill in time."""
+    """Returns the error of a group that is not complete in time."""
     missing = [rank for rank in range(1, ours.size) if rank not in present]
     why = f"; the last that was refused: {last_refusal}" if last_refusal else ""
     ranks = ", ".join(map(str, missing))

@@ -1,4 +1,4 @@
-"""What the next plan holds, as pure functions over views: order, packing, page counts, victims."""
+"""The order of requests and their sizes in tokens and pages, as pure functions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from jdisagg.core.request import SamplingParams
 from jdisagg.core.steps import History
 from jdisagg.core.worker_config import WorkerConfig
 
-HEAD_START_S = 2.0  # that a step of priority is worth
+HEAD_START_S = 2.0  # head start of one step of priority
 
 
 class OrderKey(NamedTuple):
-    """The one order of requests everywhere: arrival, as priority moves it. It outlives preemption.
+    """The sort key of requests everywhere: arrival time, moved by priority. It survives preemption.
 
-    Priority is a head start and no rank: however many come behind with a better one, who waits is overtaken by those
-    of the next seconds only, so that nobody starves.
-    """
+    Priority is a head start, not a rank: a waiting request is overtaken only by better ones of the next seconds,
+    however many follow, so that none starves."""
 
     due_s: float
     arrival_s: float
@@ -24,7 +23,7 @@ class OrderKey(NamedTuple):
 
 
 class RequestSize(Protocol):
-    """What is known of a request where its prompt is not: a Request itself, or a Reserve."""
+    """The size of a request without its prompt: a Request itself, or a Reserve."""
 
     @property
     def request_id(self) -> str: ...
@@ -43,12 +42,12 @@ def order_of(request: RequestSize) -> OrderKey:
 
 
 def full_tokens(request: RequestSize) -> int:
-    """KV tokens at the latest possible end; the last token drawn is never fed."""
+    """Returns the KV tokens at the latest possible end; the last token drawn is never fed."""
     return request.prompt_tokens + request.sampling.max_tokens - 1
 
 
 def predicted_tokens(request: RequestSize, reserve_tokens: int) -> int:
-    """KV tokens that pages are reserved for: the prompt and the first `reserve_tokens` of the output."""
+    """Returns the KV tokens to reserve pages for: the prompt and the first `reserve_tokens` of the output."""
     output = max(1, min(request.sampling.max_tokens, reserve_tokens))
     return request.prompt_tokens + output - 1
 
@@ -58,14 +57,14 @@ def predicted_pages(request: RequestSize, config: WorkerConfig) -> int:
 
 
 def readable_pages(request: RequestSize, config: WorkerConfig) -> int:
-    """Leading pages of the prompt that may be read where it is prefilled, not computed: never that of its last token,
-    and none where something of every token is asked for."""
+    """Returns the number of leading prompt pages that may be read from a cache: never the page of the last token, and
+    none if outputs for every prompt token are requested."""
     return 0 if request.sampling.whole_prompt else (request.prompt_tokens - 1) // config.page_size
 
 
 def tail_tokens(request: RequestSize, config: WorkerConfig) -> int:
-    """Last tokens of the prompt that its decode worker needs: all where drawing or a draft looks back at them; else
-    those in no full page, where later pages are named for their content."""
+    """Returns the number of last prompt tokens that the decode worker needs: all if sampling or drafts depend on them;
+    else those behind the last full page, from which the hashes of later pages follow."""
     if request.sampling.recalls or (config.draft_tokens and request.sampling.speculative):
         return request.prompt_tokens
     return request.prompt_tokens % config.page_size if config.prefix_caching else 0
@@ -79,10 +78,10 @@ def history_of(
     *,
     drafted: bool = False,
 ) -> History:
-    """Prompt and output of a request whose last `num_output` prompt tokens are earlier output; empty if unneeded.
+    """Returns prompt and output of a request whose last `num_output` prompt tokens are earlier output; empty if
+    unneeded.
 
-    drafted: what it may draw next is guessed from all of them.
-    """
+    drafted: drafts for it are derived from all tokens."""
     if not (sampling.recalls or drafted):
         return History()
     cut = len(prompt) - num_output

@@ -1,4 +1,4 @@
-""""""
+"""Tests of the order and the sizes of requests, and of packing prompts into chunks."""
 
 from __future__ import annotations
 

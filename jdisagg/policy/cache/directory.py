@@ -1,4 +1,10 @@
-"""Where pages lie, as far as the router knows: a directory of each tier that workers have, and who may lend to whom."""
+"""The router's directory of cached pages: which worker has which pages in which tier, and which worker may lend them.
+
+A worker sends its changes with numbers. If one is missing, comes out of order or does not lead to the worker's
+contents, the router asks for a snapshot; it also does when a worker joins, or finds fewer pages of a prompt than the
+directory says (or more, repeatedly). The directory adds pages that are expected: those of prompts that were sent to a
+worker and are still being computed. A wrong entry costs time and no token: a prompt is computed, or its KV sent,
+although another worker has it."""
 
 from __future__ import annotations
 
@@ -16,11 +22,11 @@ from jdisagg.policy.cache.fetch import COMPUTED
 from jdisagg.policy.cache.prefix_cache import PageHash, check_of, unpacked
 from jdisagg.policy.router.routing import FetchEstimate
 
-# Who keeps each page, so that of very many workers only those that hold a prompt's beginning are looked at.
-
 
 class PrefixIndex:
-    """Pages by name, in tuples: nearly all have one keeper, and a set of one takes four times the room."""
+    """The workers that have each page, so that few of many workers are considered for a prompt.
+
+    Workers are kept in tuples: nearly all pages have one, and a set of one takes four times the memory."""
 
     def __init__(self) -> None:
         self._keepers: dict[PageHash, tuple[WorkerId, ...]] = {}
@@ -46,11 +52,11 @@ class PrefixIndex:
                 self._keepers.pop(name, None)
 
     def nearest(self, names: Sequence[PageHash], most: int, turn: int) -> list[WorkerId]:
-        """Up to `most` workers that keep a beginning of these pages, the longest beginnings first; where too many keep
-        the same, those from place `turn` on, round and round.
+        """Returns up to `most` workers that have a prefix of these pages, longest prefixes first; of too many with the
+        same prefix, those from index `turn` on, in rotation.
 
-        Looked for are the longest beginning that anybody keeps, half of it, a quarter, and so on: who keeps a page
-        keeps those before it, which are evicted later.
+        It looks up the longest prefix that a worker has, half of it, a quarter, and so on: a worker that has a page has
+        those before it, which are evicted later.
         """
         found, depth = dict[WorkerId, None](), self._longest(names)
         while depth and len(found) < most:
@@ -62,7 +68,7 @@ class PrefixIndex:
         return list(found)[:most]
 
     def _longest(self, names: Sequence[PageHash]) -> int:
-        """Leading pages that anybody keeps, by halving."""
+        """Returns the length of the longest prefix that a worker has, by bisection."""
         low, high = 0, len(names)
         while low < high:
             middle = (low + high + 1) // 2
@@ -70,21 +76,13 @@ class PrefixIndex:
         return low
 
 
-# Which pages each worker keeps, so that what begins alike may go where its beginning was computed.
-#
-# A worker tells its changes by number. Where one is missing, comes out of its turn, or does not lead to what the
-# worker has, the worker is asked for the whole; so it is where it has joined, or found less of a prompt than it
-# was thought to have (or more, time and again). To this is added what is expected: prompts that were sent there
-# and are still being computed. Nothing breaks where any of it is wrong: a prompt is then computed, or its KV
-# shipped, though another worker held it.
-
 NO_NAMES: Set[PageHash] = frozenset()
 AGAIN = 16  # words that tell nothing, as the whole has not come, until it is asked for again
 
 
 @dataclass(slots=True)
 class KnownCache:
-    """What one worker said that it keeps, and what it is expected to keep soon; all of it is in the index."""
+    """The pages that one worker reported, and those that it is expected to have soon; all are in the index."""
 
     worker: WorkerId
     index: PrefixIndex
@@ -96,7 +94,7 @@ class KnownCache:
     expected: OrderedDict[PageHash, None] = field(default_factory=OrderedDict[PageHash, None])  # the latest at the end
 
     def expect(self, names: Sequence[PageHash], most: int) -> None:
-        """These will be there, as long as no more than `most` that came later are."""
+        """Adds expected pages; of all expected ones the latest `most` are kept."""
         expected, known = self.expected, self.names
         for name in reversed(names):
             if name not in known:
@@ -121,7 +119,7 @@ class KnownCache:
         self.number, self.check = message.number, check_of(removed, check_of(added, self.check))
 
     def replace(self, message: CacheHeld) -> bool:
-        """Takes the whole, once its last part is here; whether it is."""
+        """Takes one part of a snapshot; returns True if the snapshot is complete and replaces the contents."""
         if any(each.number != message.number for each in self.parts.values()):
             self.parts.clear()
         self.parts[message.part] = message
@@ -137,7 +135,7 @@ class KnownCache:
 
 
 class PrefixDirectory:
-    """What is known of one tier of the workers that are followed; of others, nothing."""
+    """The cached pages of one tier of all followed workers."""
 
     def __init__(self, tier: Tier = Tier.HBM) -> None:
         self.tier, self.index = tier, PrefixIndex()
@@ -145,19 +143,19 @@ class PrefixDirectory:
         self._to_ask: list[WorkerId] = []
 
     def follow(self, config: WorkerConfig) -> None:
-        """The worker has joined, and nothing is known of what it keeps."""
+        """Starts to follow a worker that joined, and asks it for a snapshot."""
         if config.prefix_caching and config.pages_of(self.tier):
             self._begin(config.worker)
             self._lose(config.worker)
 
     def forget(self, worker: WorkerId) -> None:
-        """It is gone, and its pages with it."""
+        """Removes a worker with its pages."""
         known = self._known.pop(worker, None)
         if known is not None:
             self.index.drop(worker, (*known.names, *known.expected))
 
     def _begin(self, worker: WorkerId) -> None:
-        """As if it kept nothing."""
+        """Starts again with no known pages of the worker."""
         self.forget(worker)
         self._known[worker] = KnownCache(worker, self.index)
 
@@ -165,14 +163,14 @@ class PrefixDirectory:
         return worker in self._known
 
     def to_ask(self) -> list[WorkerId]:
-        """Workers that are to be asked for the whole; each is returned once."""
+        """Returns the workers to ask for a snapshot, each once."""
         found, self._to_ask = self._to_ask, []
         return found
 
     # ------------------------------------------------------------ what is there
 
     def cached_tokens(self, config: WorkerConfig, names: Sequence[PageHash]) -> int:
-        """Leading tokens of a prompt with these pages that are thought to be there."""
+        """Returns the number of leading tokens of a prompt with these pages that the worker is believed to have."""
         known = self._known.get(config.worker)
         if known is None:
             return 0
@@ -183,12 +181,12 @@ class PrefixDirectory:
         return len(names) * config.page_size
 
     def told(self, worker: WorkerId) -> Set[PageHash]:
-        """What the worker has said that it keeps."""
+        """Returns the pages that the worker reported."""
         known = self._known.get(worker)
         return NO_NAMES if known is None else known.names
 
     def sent(self, config: WorkerConfig, names: Sequence[PageHash]) -> None:
-        """A prompt with these pages is computed there."""
+        """Records that a prompt with these pages is computed by the worker."""
         known = self._known.get(config.worker)
         if known is not None:
             known.expect(names, config.pages_of(self.tier))
@@ -196,7 +194,8 @@ class PrefixDirectory:
     # ------------------------------------------------------------ what workers say
 
     def hear(self, config: WorkerConfig, message: CacheChanged | CacheHeld) -> None:
-        """Raises SenselessWord where the worker would keep more than it has."""
+        """Applies a change or a part of a snapshot; raises SenselessWord if the worker reports more pages than it
+        has."""
         known = self._known.get(config.worker)
         if known is None:
             return
@@ -209,7 +208,7 @@ class PrefixDirectory:
             self._follow_change(config, known, message)
 
     def _follow_change(self, config: WorkerConfig, known: KnownCache, message: CacheChanged) -> None:
-        """The next change, or one that was heard before; from any other it follows that something was missed."""
+        """Applies the next change; a repeated one is ignored, and any other means that a change was missed."""
         if known.number is not None and message.number == known.number + 1:
             known.change(message)
         if (message.number, message.check) == (known.number, known.check):
@@ -224,7 +223,7 @@ class PrefixDirectory:
             raise SenselessWord(f"{config.worker} keeps {len(known.names)} pages for their content, it has {most}")
 
     def found(self, config: WorkerConfig, names: Sequence[PageHash], cached_tokens: int) -> None:
-        """The worker looked a prompt up, of which it could have read these pages, and found so many tokens."""
+        """Compares the directory with the number of tokens that the worker found of a prompt with these pages."""
         known = self._known.get(config.worker)
         if known is None:
             return
@@ -235,13 +234,13 @@ class PrefixDirectory:
             self._wait(config.worker, known)
 
     def _wait(self, worker: WorkerId, known: KnownCache) -> None:
-        """The question may have been lost, or the answer."""
+        """Waits for the snapshot, and asks for it again after `AGAIN` messages: request or answer may be lost."""
         known.patience -= 1
         if known.patience <= 0:
             self._lose(worker)
 
     def _lose(self, worker: WorkerId) -> None:
-        """What is known may be wrong: until the whole comes it is as good as any other guess."""
+        """Asks for a snapshot, because the known pages may be wrong; they serve as a guess until it arrives."""
         known = self._known[worker]
         known.number, known.patience = None, AGAIN
         known.parts.clear()
@@ -253,7 +252,7 @@ OWN = (Tier.HBM, Tier.DRAM, Tier.DISK)
 
 
 class TierDirectory:
-    """Of the workers that are followed."""
+    """The directories of all tiers, the workers that lend pages, and the prices that workers report."""
 
     def __init__(self) -> None:
         self.by_tier = {tier: PrefixDirectory(tier) for tier in OWN}
@@ -277,13 +276,13 @@ class TierDirectory:
             directory.forget(worker)
 
     def hear(self, config: WorkerConfig, message: CacheChanged | CacheHeld) -> None:
-        """As `PrefixDirectory.hear`."""
+        """Passes the message to the directory of its tier, see `PrefixDirectory.hear`."""
         directory = self.by_tier.get(message.tier)
         if directory is not None:
             directory.hear(config, message)
 
     def to_ask(self) -> list[WorkerId]:
-        """Workers that are to be asked for all that they keep; each is returned once."""
+        """Returns the workers to ask for snapshots, each once."""
         return list(dict.fromkeys(worker for directory in self.by_tier.values() for worker in directory.to_ask()))
 
     def hear_prices(self, worker: WorkerId, message: Priced) -> None:
@@ -291,14 +290,14 @@ class TierDirectory:
             self.prices[worker] = {source: (fixed, each) for source, fixed, each in message.lines}
 
     def seconds(self, worker: WorkerId, source: str, pages: int) -> float | None:
-        """What it said that so many pages cost it; None where it said nothing."""
+        """Returns the seconds that so many pages from the source cost the worker; None if it did not report that."""
         line = self.prices.get(worker, {}).get(source)
         return None if line is None else line[0] + pages * line[1]
 
     # ------------------------------------------------------------ what a worker could fetch
 
     def reach(self, config: WorkerConfig, names: Sequence[PageHash], held: int) -> FetchEstimate | None:
-        """The source that saves this worker most behind the `held` pages that it has; None where none is known to."""
+        """Returns the source that saves this worker most time behind its `held` pages; None if none does."""
         best, saved_s = None, 0.0
         for source, stop in self._sources(config, names, held):
             fetched_s = self.seconds(config.worker, source, stop - held)
@@ -309,7 +308,7 @@ class TierDirectory:
         return best
 
     def _sources(self, config: WorkerConfig, names: Sequence[PageHash], held: int) -> Iterator[tuple[str, int]]:
-        """Each with the page before which what it has ends."""
+        """Yields each source with the index behind the last page that it has."""
         if held >= len(names) or COMPUTED not in self.prices.get(config.worker, {}):
             return
         for tier in OWN[1:]:
@@ -323,7 +322,7 @@ class TierDirectory:
     # ------------------------------------------------------------ who may lend
 
     def holders(self, asker: WorkerConfig, names: Sequence[PageHash]) -> tuple[Holder, ...]:
-        """Other workers that have pages of this prompt which the asker lacks, those with most first."""
+        """Returns other workers that have pages of this prompt which the asker lacks, those with most pages first."""
         if asker.worker not in self._lenders:
             return ()
         held = run_of(names, 0, (self.hbm.told(asker.worker),))
@@ -333,12 +332,13 @@ class TierDirectory:
         return tuple(sorted(found, key=lambda each: (-each.stop, each.worker))[:MOST_HOLDERS])
 
     def _with(self, names: Sequence[PageHash]) -> Iterable[WorkerId]:
-        """Who keeps one of these pages, or is expected to, in any tier; each once."""
+        """Returns the workers that have, or are expected to have, one of these pages in any tier, each once."""
         kept = (directory.index.keepers(name) for name in names for directory in self.by_tier.values())
         return dict.fromkeys(worker for workers in kept for worker in workers)
 
     def _holder(self, lender: WorkerConfig, names: Sequence[PageHash], first: int) -> Holder:
-        """What it has around page `first`: what the asker is thought to have may be gone there."""
+        """Returns the lender's run of pages around `first`, because pages that the asker is believed to have may be
+        gone."""
         kept = [directory.told(lender.worker) for directory in self.by_tier.values()]
         stop = run_of(names, first, kept)
         while stop > first > 0 and _has(names[first - 1], kept):
@@ -347,7 +347,7 @@ class TierDirectory:
 
 
 def run_of(names: Sequence[PageHash], first: int, kept: Iterable[Set[PageHash]]) -> int:
-    """Where the pages from `first` on end that are kept in any of these."""
+    """Returns the index behind the run of pages from `first` on that are in any of these sets."""
     sets = tuple(kept)
     return first + sum(1 for _ in takewhile(lambda at: _has(names[at], sets), range(first, len(names))))
 
@@ -357,6 +357,6 @@ def _has(name: PageHash, kept: Iterable[Set[PageHash]]) -> bool:
 
 
 def _alike(lender: WorkerConfig, asker: WorkerConfig) -> bool:
-    """Whether the one's records are pages of the other, and they are two."""
+    """Returns True if two different workers store pages in the same form."""
     same = (lender.page_size, lender.tier_wire, lender.digests) == (asker.page_size, asker.tier_wire, asker.digests)
     return same and lender.worker != asker.worker

@@ -1,9 +1,17 @@
-"""Pages on their way up: what of a prompt's beginning HBM lacks is brought there where that beats computing it.
+"""Fetches: pages of a prompt's beginning that HBM lacks are read from another place if that is faster than computing.
 
-A fetch takes the pages behind those that HBM holds, run by run: each from the nearest of the worker's own tiers that
-has it, what they lack from another worker or the pool (`sources.py`). They arrive in pages that nobody else knows; what
-came whole, without a gap, is then kept for its content like any other, and whoever waited finds it there. A fetch has a
-deadline: what is not there by then is computed.
+A fetch takes the pages behind those that HBM has, run by run: each run from the nearest of the worker's own tiers that
+has it, otherwise from another worker or the shared pool. The pages arrive in HBM pages that no sequence knows. Those
+that arrived without a gap enter the prefix cache, where the waiting request finds them. A fetch has a deadline: what
+has not arrived by then is computed.
+
+Lending is the other end: a worker reads pages that another one asks for. The asker has a reservation, a deadline and a
+second source, so nothing here waits: if pages are not there, or too many are being read, the worker refuses at once
+(NoPages). Pages of HBM are packed in program order, before any later write, and need no lock; pages of lower tiers are
+locked while they are read.
+
+Prices are the measured seconds of pages from each source, and of computing them. A source without a recent measurement
+is tried, which measures it. A source that failed is not used for a time that doubles with each failure in a row.
 """
 
 from __future__ import annotations
@@ -22,17 +30,11 @@ from jdisagg.policy.effect_buffer import EffectBuffer
 from jdisagg.policy.router.estimates import Backoff, LinearFit
 from jdisagg.policy.worker.handoff import Timer, timer_of
 
-# Pages that other workers ask for: what this one holds of them is read, and sent as records.
-#
-# The asker has its reservation, its deadline and its second source, so that nothing here waits for anybody: what
-# is not held, or too much at once, is said at once (NoPages). Pages of HBM are packed in program order, before
-# whatever might write them, and need no lock; those below are locked for as long as it takes to read them.
-
 MOST_LENT = 512  # read for others at once; who asks for more meanwhile is told that there are none
 
 
 class PeerPageServer:
-    """Of one worker. `tiers` are its own below HBM, the upper one first."""
+    """Reads pages of one worker for other workers. `tiers`: its own below HBM, the upper one first."""
 
     def __init__(self, shared: SharedPages, tiers: dict[Tier, TierPool], out: EffectBuffer) -> None:
         self.shared, self.tiers, self.out = shared, tiers, out
@@ -57,7 +59,7 @@ class PeerPageServer:
         self.out.put(MovePages(move))
 
     def _found(self, names: Sequence[PageHash], first: int) -> tuple[Tier, tuple[int, ...]] | None:
-        """The tier that has the first of them, and where they lie there."""
+        """Returns the tier that has the first of these pages, and their ids there."""
         if self.shared.cache.match(names) > first:
             held = self.shared.hold(names)
             self.shared.release(held)
@@ -69,7 +71,7 @@ class PeerPageServer:
         return None
 
     def moved(self, event: PagesMoved) -> None:
-        """They were read, and are on their way, or never will be."""
+        """Ends a read for another worker, which is told if no page could be read."""
         move = self.under_way.pop(event.move.owner)
         pool = self.tiers.get(move.source)
         if pool is not None:
@@ -79,11 +81,6 @@ class PeerPageServer:
             self.out.send(move.peer, NoPages(move.asked, event.failed))
 
 
-# What the KV of some pages costs from each source, and computed, as it was measured of late.
-#
-# A source that nobody has measured, or not for a while, is tried: what it costs is learnt by that. One that
-# failed is left alone for a time that doubles with each failure in a row.
-
 DECAY = 0.9  # weight of earlier answers of the pool, with each new one
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 COMPUTED = "computed"
@@ -91,7 +88,7 @@ COMPUTED = "computed"
 
 @dataclass(slots=True)
 class Prices:
-    """Of one worker. Sizes are pages; a page of all sources holds as many tokens. A source is a tier, or a worker."""
+    """The measured cost of pages by source. A source is a tier or a worker; all pages hold equally many tokens."""
 
     lines: dict[str, LinearFit] = field(default_factory=dict[str, LinearFit])
     backoffs: dict[str, Backoff] = field(default_factory=dict[str, Backoff])
@@ -126,7 +123,7 @@ class Prices:
         return None if line is None else line.at(pages, now_s)
 
     def pays(self, source: str, pages: int, now_s: float) -> bool:
-        """Whether fetching so many pages is expected to be quicker than computing them."""
+        """Returns True if fetching so many pages is expected to be faster than computing them."""
         if not self.usable(source, now_s):
             return False
         fetched, computed = self.seconds(source, pages, now_s), self.seconds(COMPUTED, pages, now_s)
@@ -135,20 +132,18 @@ class Prices:
         return fetched < computed * (self.hit_share if source == Tier.POOL else 1.0)
 
     def known(self, now_s: float) -> Priced:
-        """What is known of late, for somebody else to reckon with; a source that is left alone is not in it."""
+        """Returns the message with recent costs for the router; a source that is paused is not in it."""
         self.fresh = False
         lines = {source: line for source, line in self.lines.items() if self.usable(source, now_s)}
         fits = {source: line.fit() for source, line in lines.items() if line.at(1, now_s) is not None}
         return Priced(tuple((str(source), *fits[source]) for source in sorted(fits)))
 
 
-# Where the pages of a prompt come from that HBM lacks: run by run, by what each source costs beside computing.
-
 CHUNK_PAGES = 64  # that another worker is asked for by one word
 
 
 class SourceRun(NamedTuple):
-    """So many pages, from there."""
+    """A number of consecutive pages and the source that they come from."""
 
     tier: Tier
     worker: WorkerId  # where the tier is a peer's
@@ -160,13 +155,13 @@ class SourceRun(NamedTuple):
 
 
 class PageSources:
-    """Of one worker. `tiers` are its own below HBM, the upper one first."""
+    """Chooses sources of missing pages by their cost. `tiers`: the worker's own below HBM, the upper one first."""
 
     def __init__(self, tiers: Mapping[Tier, TierPool], prices: Prices, *, shared_pool: bool) -> None:
         self.tiers, self.prices, self.shared_pool = tiers, prices, shared_pool
 
     def runs(self, missing: Sequence[PageHash], holders: Sequence[Holder], now_s: float) -> list[SourceRun]:
-        """One behind the other, from the first missing page on. Holders count pages from there."""
+        """Returns consecutive runs from the first missing page on. Page indices of holders count from there."""
         runs, at = list[SourceRun](), 0
         while at < len(missing):
             run = self._own(missing, at, now_s) or self._others(len(missing), holders, at, now_s)
@@ -184,7 +179,7 @@ class PageSources:
         return None
 
     def _others(self, end: int, holders: Sequence[Holder], at: int, now_s: float) -> SourceRun | None:
-        """Of what pays the cheapest a page; what nobody has measured is tried before that."""
+        """Returns the run of the cheapest source per page; sources without a measurement are tried first."""
         there = [each for each in holders if each.first <= at < min(each.stop, end)]
         found = [SourceRun(Tier.PEER, each.worker, min(each.stop, end) - at) for each in there]
         if self.shared_pool:
@@ -203,7 +198,7 @@ PATIENCE = 2.0
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Some pages on their way, and who waits for them."""
+    """Pages under way to HBM, and the attempts that wait for them."""
 
     owner: Attempt  # of its first move
     names: tuple[PageHash, ...]  # from the prompt's first page on
@@ -215,7 +210,7 @@ class Fetch:
 
 
 class Fetches:
-    """Of one worker. `tiers` are its own below HBM, the upper one first."""
+    """All fetches of one worker. `tiers`: its own below HBM, the upper one first."""
 
     def __init__(
         self, shared: SharedPages, tiers: dict[Tier, TierPool], out: EffectBuffer, prices: Prices, *, shared_pool: bool
@@ -233,7 +228,7 @@ class Fetches:
     def begin(
         self, waiter: Attempt, names: Sequence[PageHash], room: int, now_s: float, holders: Sequence[Holder] = ()
     ) -> bool:
-        """Whether `waiter` is to wait until pages of these names, those of its prompt, have come.
+        """Returns True if `waiter` is to wait for pages with these hashes of its prompt.
 
         room: pages of HBM that may be taken. holders: other workers that may have some of them.
         """
@@ -254,13 +249,13 @@ class Fetches:
         return waiter in self._waiting
 
     def forget(self, waiter: Attempt) -> None:
-        """It waits no longer; what is on its way comes all the same."""
+        """Removes a waiter; its pages still arrive."""
         fetch = self._waiting.pop(waiter, None)
         if fetch is not None:
             fetch.waiters.remove(waiter)
 
     def pages_of(self) -> dict[Attempt, set[int]]:
-        """Pages of HBM that are being filled, by owner."""
+        """Returns the HBM pages that are being filled, by owner."""
         return {
             owner: set(next(move for move in fetch.moves if move.owner == owner).destination_pages)
             for owner, fetch in self.under_way.items()
@@ -287,7 +282,7 @@ class Fetches:
         return fetch
 
     def _lock(self, run: SourceRun, names: Sequence[PageHash]) -> tuple[int, ...]:
-        """Where they lie, of a tier of this worker's own."""
+        """Locks the pages of a run in a tier of this worker and returns their ids; () for other sources."""
         return self.tiers[run.tier].lock(names) if run.tier in self.tiers else ()
 
     def _send_for(self, fetch: Fetch) -> None:
@@ -306,7 +301,7 @@ class Fetches:
     # ------------------------------------------------------------ what came
 
     def moved(self, event: PagesMoved, now_s: float) -> list[Attempt]:
-        """Pages were read; returns who need not wait any longer."""
+        """Handles pages that were read; returns the attempts that need not wait any longer."""
         move = event.move
         self._release(event)
         self._learn(event, now_s)
@@ -319,7 +314,7 @@ class Fetches:
         return self._ended(fetch, move, event.good)
 
     def refused(self, message: NoPages, sender: WorkerId, now_s: float) -> list[Attempt]:
-        """Another worker lends nothing; returns who need not wait any longer."""
+        """Handles a refusal of another worker; returns the attempts that need not wait any longer."""
         fetch = self.under_way.get(message.attempt)
         move = None if fetch is None else next(each for each in fetch.moves if each.owner == message.attempt)
         if fetch is None or move is None or move.peer != sender or move.owner in fetch.arrived:
@@ -350,14 +345,14 @@ class Fetches:
             self.prices.asked_pool(len(event.good), number)
 
     def _before(self, move: PageMove) -> int:
-        """Pages that came of the same fetch from the same worker: all chunks were asked for at once."""
+        """Returns the pages of the same fetch that the same worker sent before: all chunks were requested at once."""
         fetch = self.under_way.get(move.owner)
         if fetch is None or move.source is not Tier.PEER:
             return 0
         return sum(sum(fetch.arrived.get(each.owner, ())) for each in fetch.moves if each.peer == move.peer)
 
     def expire(self, owner: Attempt, now_s: float) -> list[Attempt]:
-        """A deadline is due; returns who need not wait any longer."""
+        """Handles a deadline; returns the attempts that need not wait any longer."""
         fetch = self.under_way.get(owner)
         if fetch is None:
             return []
@@ -374,7 +369,7 @@ class Fetches:
             self._finish(fetch)
 
     def _finish(self, fetch: Fetch) -> list[Attempt]:
-        """Keeps what came without a gap, gives the other pages back."""
+        """Keeps the pages that arrived without a gap, and releases the others."""
         path, whole = list(fetch.held.pages), True
         for move in fetch.moves:
             good = fetch.arrived.get(move.owner, ())
@@ -395,7 +390,7 @@ class Fetches:
         return fetch.waiters
 
     def _give_up(self, move: PageMove) -> None:
-        """It is late. A store of this worker answers at some time; another worker may never."""
+        """Gives up a late transfer. A store of this worker answers at some time; another worker may never."""
         if move.source is Tier.PEER:
             self.out.put(DropPages(move))
         else:

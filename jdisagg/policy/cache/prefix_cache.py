@@ -1,4 +1,4 @@
-"""Which pages hold the KV of which prefix: the ledger of a prefix cache. Names and pages only, never KV.
+"""The prefix cache: which page holds the KV of which prefix. It has hashes and page ids, never KV.
 
 A page is named by a hash of its tokens and of everything before them (and of a salt), so equal names mean equal KV, and
 the names of a prompt spell a path of a radix tree. A page may be dropped only when nothing longer than it is left, and
@@ -28,23 +28,23 @@ PageHash = int
 
 
 class NamedTokens(ABC):
-    """Tokens that are not at hand, though what to call their pages is: a simulated prompt's."""
+    """The tokens of a simulated prompt, of which only the page hashes are known."""
 
     __slots__ = ()
 
     @abstractmethod
     def page_hashes(self, page_size: int, salt: str) -> tuple[PageHash, ...]:
-        """As the function of this name."""
+        """Returns the hashes that the function `page_hashes` would return."""
 
 
 def page_hashes(
     tokens: Sequence[int] | NamedTokens, page_size: int, salt: str = "", *, continue_from: PageHash | None = None
 ) -> tuple[PageHash, ...]:
-    """One 128-bit name a full page, each with all pages before it in it; `salt` keeps tenants or adapters apart.
+    """Returns a 128-bit hash per full page, chained over all pages before it; `salt` separates tenants or adapters.
 
-    `continue_from`: the name of the page before the first of these tokens, where there is one; the salt is in it.
+    `continue_from`: the hash of the page before the first of these tokens, if there is one; it includes the salt.
 
-    128 bits of a keyless cryptographic hash: nobody finds two prompts of one name by trying, and chance does not.
+    128 bits of a keyless cryptographic hash: two prompts of one hash are found neither by search nor by chance.
     """
     if isinstance(tokens, NamedTokens):
         return tokens.page_hashes(page_size, salt)
@@ -63,12 +63,12 @@ def page_hashes(
 def more_page_hashes(
     names: tuple[PageHash, ...], tokens: Sequence[int], page_size: int, salt: str = ""
 ) -> tuple[PageHash, ...]:
-    """`names` and those of the full pages of the tokens behind them."""
+    """Returns `names` and the hashes of the full pages of the tokens behind them."""
     return names + page_hashes(tokens, page_size, salt, continue_from=names[-1] if names else None)
 
 
 def packed(names: Iterable[PageHash]) -> bytes:
-    """One behind the other, as they travel."""
+    """Returns the hashes as bytes, one after the other, for messages."""
     return b"".join([name.to_bytes(PAGE_NAME_BYTES, "little") for name in names])
 
 
@@ -78,12 +78,12 @@ def unpacked(names: bytes) -> tuple[PageHash, ...]:
 
 
 def ignore_note(name: PageHash, held: bool) -> None:
-    """Where nobody follows a cache."""
+    """Ignores a change: the default callback of a cache that has no change log."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """One cached page."""
+    """A cached page and its place in the prefix tree."""
 
     name: PageHash
     page: int
@@ -104,17 +104,17 @@ class LockedPages:
 
 @dataclass(slots=True)
 class PrefixCache:
-    """The pages of one tier that are kept for a prefix to come back. `note` hears of each that comes (True) or goes."""
+    """The cached pages of one tier as a prefix tree. `note` is called with each page that is added (True) or
+    evicted."""
 
     note: Callable[[PageHash, bool], None] = ignore_note
     _nodes: dict[PageHash, CachedPage] = field(default_factory=dict[PageHash, CachedPage])
-    _unlocked: OrderedDict[PageHash, CachedPage] = field(
-        default_factory=OrderedDict[PageHash, CachedPage]
-    )  # least recent first
+    # Least recently used first.
+    _unlocked: OrderedDict[PageHash, CachedPage] = field(default_factory=OrderedDict[PageHash, CachedPage])
     _handles: int = 0
 
     def __len__(self) -> int:
-        """Pages held."""
+        """Returns the number of cached pages."""
         return len(self._nodes)
 
     def __contains__(self, name: PageHash) -> bool:
@@ -122,31 +122,31 @@ class PrefixCache:
 
     @property
     def evictable_pages(self) -> int:
-        """Pages that no handle locks."""
+        """Number of pages without a lock."""
         return len(self._unlocked)
 
     def match(self, names: Sequence[PageHash]) -> int:
-        """How many leading pages are held. Touches nothing."""
+        """Returns the number of leading pages that are cached. Changes nothing."""
         for index, name in enumerate(names):
             if name not in self._nodes:
                 return index
         return len(names)
 
     def found(self, names: Sequence[PageHash]) -> tuple[int, int]:
-        """How many leading pages are held, and how many of those nobody locks. Touches nothing."""
+        """Returns the number of leading pages that are cached, and how many of those have no lock. Changes nothing."""
         held = self.match(names)
         return held, sum(name in self._unlocked for name in names[:held])
 
     def names(self) -> tuple[PageHash, ...]:
-        """Of all pages that are held, each behind the one before it."""
+        """Returns the hashes of all cached pages, each behind its parent."""
         return tuple(self._nodes)
 
     def pages(self) -> set[int]:
-        """All that are held."""
+        """Returns the ids of all cached pages."""
         return {node.page for node in self._nodes.values()}
 
     def lock(self, names: Sequence[PageHash]) -> LockedPages:
-        """Locks the leading pages that are held, perhaps none."""
+        """Locks the leading pages that are cached, perhaps none."""
         held = tuple(names[: self.match(names)])
         for name in held:
             node = self._nodes[name]
@@ -156,12 +156,12 @@ class PrefixCache:
         return LockedPages(held, tuple(self._nodes[name].page for name in held))
 
     def count_use(self, names: Sequence[PageHash]) -> None:
-        """The leading pages that are held were found once more."""
+        """Counts one more use of the leading pages that are cached."""
         for name in names[: self.match(names)]:
             self._nodes[name].uses += 1
 
     def oldest(self, count: int) -> list[CachedPage]:
-        """The pages that `evict` would drop, in that order."""
+        """Returns the pages that `evict` would drop, in that order."""
         return list(islice(self._unlocked.values(), count))
 
     def release(self, handle: LockedPages) -> None:
@@ -234,16 +234,15 @@ class PrefixCache:
         assert len(set(pages)) == len(pages), "a page is cached twice"
 
 
-# What a worker tells the router of one of its tiers: all of it when it is asked, and then each change, by number.
-#
-# One word an event, as names alone: a name tells of all pages before it, so that whoever holds the same names
-# knows what of a prompt is held. Nothing is noted until somebody has asked.
+# Changes that the router follows: a snapshot when it asks, and then each change with a number. A change has hashes
+# only: a hash names all pages before it, so that equal hashes mean equal prefixes. Changes are recorded once the router
+# asked.
 
 CHECK_BITS = 64
 
 
 def check_of(names: Iterable[PageHash], before: int = 0) -> int:
-    """Of a set of names, or of what is left or added to one of the check `before`."""
+    """Returns the checksum of a set of hashes; adding or removing the same hash changes a checksum `before` alike."""
     check = before
     for name in names:
         check ^= name & ((1 << CHECK_BITS) - 1)
@@ -251,7 +250,7 @@ def check_of(names: Iterable[PageHash], before: int = 0) -> int:
 
 
 class NamedPages(Protocol):
-    """Pages that are kept for their content: the prefix cache, or a tier below it."""
+    """A prefix cache or a tier below it: cached pages with hashes."""
 
     note: Callable[[PageHash, bool], None]
 
@@ -259,7 +258,7 @@ class NamedPages(Protocol):
 
 
 class CacheChangeLog:
-    """Of one tier."""
+    """The changes of one tier since its last message to the router."""
 
     def __init__(self, cache: NamedPages, tier: Tier = Tier.HBM) -> None:
         self.followed, self.tier = False, tier
@@ -277,7 +276,7 @@ class CacheChangeLog:
                 more[name] = None
 
     def take_snapshot(self) -> list[CacheHeld]:
-        """The whole, in parts of a bounded size; from now on changes are noted."""
+        """Returns all cached pages, in messages of bounded size; from now on changes are recorded."""
         self._forget_changes()
         self.followed, names = True, self._cache.names()
         self._check = check_of(names)
@@ -285,7 +284,7 @@ class CacheChangeLog:
         return [CacheHeld(self._number, packed(part), index, len(parts), self.tier) for index, part in enumerate(parts)]
 
     def take_delta(self) -> CacheChanged | None:
-        """What has changed since the last word, as the next one; None where nothing has."""
+        """Returns the changes since the last message, as the next one; None if there are none."""
         if not self._added and not self._removed:
             return None
         self._number += 1
@@ -295,7 +294,7 @@ class CacheChangeLog:
         return word
 
     def stop(self) -> None:
-        """Who asked is gone."""
+        """Stops recording, because the router that asked is gone."""
         self.followed = False
         self._forget_changes()
 

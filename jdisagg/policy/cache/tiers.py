@@ -1,4 +1,14 @@
-"""One worker's tiers below HBM: what they hold, what goes down, what comes up, and what each source costs."""
+"""One worker's tiers below HBM: demotion of pages, eviction, and the measured cost of each source.
+
+Pages of HBM are copied down ahead of need: once few of them are free or copied already, the least recently used ones
+are copied until many are, a few at a time, so that steps in between are hardly delayed. A page that is evicted before
+it was copied is copied at that moment, in program order, as long as the budget of pages under way allows; otherwise
+it would have to be computed again.
+
+Eviction moves the cheapest pages from DRAM to disk, if disk admits them, or drops them. When making room ahead of
+need, no page is evicted that HBM has as well and no other tier: that page would be the next to be copied down, and in a
+tier too small for the watermarks the same pages would replace each other for ever.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +28,14 @@ from jdisagg.policy.cache.prefix_cache import CacheChangeLog, CachedPage, PageHa
 from jdisagg.policy.effect_buffer import EffectBuffer
 from jdisagg.policy.worker.slots import StepTimer
 
-# Eviction from a worker's tiers below HBM: what is worth least goes from DRAM to disk, if that admits it, or is
-# lost.
-#
-# Who asks for room ahead of need gets none that a page would have to leave that HBM has as well and no other
-# tier: that page would be the next to go down, and in a tier too small for the watermarks the same pages would
-# take each other's places for ever.
-
-LOW_DRAM, HIGH_DRAM = 0.1, 0.2  # of its pages that are free: from when on pages go to disk, and until when
-AHEAD_PAGES = 16  # under way at once to one tier, of those that go ahead of need
-DISK_USES = 2  # what disk admits was used so often
-REMEMBERED = 1 << 16  # names of pages that went down, or into the pool, of late
+LOW_DRAM, HIGH_DRAM = 0.1, 0.2  # free share of DRAM below which pages go to disk, and up to which
+AHEAD_PAGES = 16  # most pages under way to one tier that are moved ahead of need
+DISK_USES = 2  # uses from which on disk admits a page
+REMEMBERED = 1 << 16  # hashes of pages recently copied down, or to the shared pool
 
 
 class EvictionCandidate(NamedTuple):
-    """A page that is to go down."""
+    """A page that is to be moved to a lower tier."""
 
     name: PageHash
     page: int
@@ -45,19 +48,19 @@ def admits(tier: Tier, uses: int) -> bool:
 
 
 def remember(names: OrderedDict[PageHash, None], new: Sequence[PageHash]) -> None:
-    """Adds the new ones, and forgets the oldest of too many."""
+    """Adds new hashes, and drops the oldest ones beyond `REMEMBERED`."""
     names.update(dict.fromkeys(new))
     while len(names) > REMEMBERED:
         names.popitem(last=False)
 
 
 class Moves:
-    """Pages on their way down."""
+    """The transfers of pages to lower tiers that are under way."""
 
     def __init__(self, out: EffectBuffer) -> None:
         self.out = out
         self.under_way: dict[Attempt, PageMove] = {}
-        self.refused: OrderedDict[PageHash, None] = OrderedDict()  # were not taken, and are not offered again
+        self.refused: OrderedDict[PageHash, None] = OrderedDict()  # pages that a store did not accept
         self._owners = count(1)
 
     def begin(
@@ -72,12 +75,12 @@ class Moves:
         self.out.put(MovePages(move))
 
     def pages_to(self, tier: Tier) -> int:
-        """That are under way there."""
+        """Returns the number of pages under way to the tier."""
         return sum(len(unpacked(move.names)) for move in self.under_way.values() if move.destination is tier)
 
 
 class EvictionPolicy:
-    """Of one worker. `tiers` are its own below HBM; `takes`: whether one takes pages now; `hbm`: what lies there."""
+    """Evicts pages of one worker's lower tiers. `takes`: True for a tier that accepts pages; `hbm`: the pages there."""
 
     def __init__(self, tiers: dict[Tier, TierPool], moves: Moves, takes: Callable[[Tier], bool]) -> None:
         self.tiers, self.moves, self.takes = tiers, moves, takes
@@ -85,8 +88,8 @@ class EvictionPolicy:
         self._spilling = False
 
     def tend(self) -> None:
-        """Gives up what is worth least until enough is free; what disk admits goes there first, and room that it is
-        about to leave is not made twice."""
+        """Evicts the cheapest DRAM pages until enough are free. Pages that disk admits go there first, and pages on
+        their way there count as freed."""
         dram = self.tiers.get(Tier.DRAM)
         if dram is None:
             return
@@ -97,14 +100,14 @@ class EvictionPolicy:
             self.make_room(dram, wanted - self.moves.pages_to(Tier.DISK), ahead=True)
 
     def make_room(self, pool: TierPool, wanted: int, *, ahead: bool) -> None:
-        """Until `wanted` pages of it are free, or on their way from DRAM to disk, or nothing more may go."""
+        """Evicts until `wanted` pages are free or on their way from DRAM to disk, or no more can be evicted."""
         if pool.free_pages >= wanted:
             return
-        going = list[EvictionCandidate]()
+        leaving = list[EvictionCandidate]()
         most = AHEAD_PAGES - self.moves.pages_to(Tier.DISK) if pool is self.tiers.get(Tier.DRAM) else 0
 
         def spills(kept: TierPage) -> bool:
-            return len(going) < most and self._spills(kept.name, kept.uses)
+            return len(leaving) < most and self._spills(kept.name, kept.uses)
 
         def stays(kept: TierPage) -> bool:
             return ahead and self._would_return(pool, kept.name) and not spills(kept)
@@ -112,21 +115,21 @@ class EvictionPolicy:
         for kept in pool.victims(stays):
             if spills(kept):
                 (page,) = pool.lock((kept.name,))
-                going.append(EvictionCandidate(kept.name, page, kept.uses, kept.depth))
+                leaving.append(EvictionCandidate(kept.name, page, kept.uses, kept.depth))
             else:
                 pool.evict(kept.name)
-            if pool.free_pages + len(going) >= wanted:
+            if pool.free_pages + len(leaving) >= wanted:
                 break
-        if going:
-            self._spill(going, ahead=ahead)
+        if leaving:
+            self._spill(leaving, ahead=ahead)
 
     def _would_return(self, pool: TierPool, name: PageHash) -> bool:
-        """HBM has it as well, and it would have to go down again if it left this tier."""
+        """Returns True if HBM has the page and no other tier: evicted from here, it would be copied down again."""
         elsewhere = any(name in tier.kept for tier in self.tiers.values() if tier is not pool)
         return name in self.hbm and not elsewhere
 
     def _spill(self, going: Sequence[EvictionCandidate], *, ahead: bool) -> None:
-        """These, which are locked, from DRAM to disk, as far as there is room."""
+        """Moves these locked pages from DRAM to disk, as far as there is room."""
         dram, disk = self.tiers[Tier.DRAM], self.tiers[Tier.DISK]
         self.make_room(disk, len(going), ahead=ahead)
         places = [disk.admit(page.name, page.uses, page.depth) for page in going]
@@ -140,30 +143,23 @@ class EvictionPolicy:
             return False
         return name not in self.tiers[Tier.DISK].kept and admits(Tier.DISK, uses)
 
-    def spilt(self, name: PageHash, *, good: bool) -> None:
-        """It lies on disk (`good`): it may leave DRAM, unless somebody reads it meanwhile."""
+    def on_spilled(self, name: PageHash, *, good: bool) -> None:
+        """Ends a move to disk: if it succeeded, the DRAM page is evicted unless it has readers."""
         dram = self.tiers[Tier.DRAM]
         dram.unlock(name)
         if good and not dram.kept[name].readers:
             dram.evict(name)
 
 
-# Pages of HBM on their way down: copied to the tiers below, and into the pool, before they make room.
-#
-# HBM is copied ahead of need: once little of it is free or copied already, the least recently used pages go down
-# until much is, a few at a time, so that steps in between are hardly held up. What makes room before its turn
-# came is copied at that moment, in program order, as far as the budget of pages under way goes; the rest is lost
-# to the tiers and would have to be computed again.
-
-LOW, HIGH = 0.25, 0.5  # of HBM's pages that are free, or lie below as well: from when on pages go down, and until when
-MOST_DEMOTED = 64  # so, with those that have to go at once
-PARKED_PAGES = 1024  # so, with those of sequences that had to yield, or whose worker leaves
-PARKED_USES = 4  # that it is worth to a page that its sequence is to come back for it
-LOOKED_AT = 256  # pages, the least recently used ones, among which those are sought that are to go down
+LOW, HIGH = 0.25, 0.5  # share of HBM pages free or copied below which pages are copied down, and up to which
+MOST_DEMOTED = 64  # most pages under way to one tier, with those that are evicted now
+PARKED_PAGES = 1024  # most pages under way, with those of preempted sequences or of a worker that leaves
+PARKED_USES = 4  # uses credited to a parked page, whose sequence will resume
+LOOKED_AT = 256  # least recently used pages that are considered for copying down
 
 
 class DemotionPolicy:
-    """Of one worker. `tiers` are its own below HBM, the upper one first."""
+    """Copies HBM pages of one worker to its lower tiers. `tiers`: those below HBM, the upper one first."""
 
     def __init__(
         self,
@@ -172,12 +168,12 @@ class DemotionPolicy:
         out: EffectBuffer,
         usable: Callable[[Tier, float], bool],
     ) -> None:
-        """usable: whether a tier takes pages at a time."""
+        """usable: returns True if a tier accepts pages at a time in seconds."""
         self.tiers, self._usable = tiers, usable
         self.moves = Moves(out)
         self.eviction = EvictionPolicy(tiers, self.moves, self._takes)
         self._pooled: OrderedDict[PageHash, None] = OrderedDict()
-        self._seen: OrderedDict[PageHash, None] = OrderedDict()  # went down once: who comes again was used twice
+        self._seen: OrderedDict[PageHash, None] = OrderedDict()  # copied down once; seen again, used twice
         self._now_s = 0.0
         self.follow(shared)
 
@@ -186,20 +182,20 @@ class DemotionPolicy:
         return self.moves.under_way
 
     def follow(self, shared: SharedPages) -> None:
-        """Another HBM, which holds nothing yet. What left the last one is on its way still."""
+        """Switches to a new, empty HBM pool. Transfers from the old one go on."""
         self.shared, self._going_down = shared, False
         self.eviction.hbm = shared.cache
-        shared.leaving, shared.parking = self.make_way, self.park
+        shared.on_evict = self.make_way
 
     # ------------------------------------------------------------ from HBM
 
     def make_way(self, nodes: list[CachedPage]) -> None:
-        """These pages make room now."""
+        """Copies pages down that are evicted from HBM now."""
         self._go_down(nodes, MOST_DEMOTED)
 
     def park(self, names: Sequence[PageHash], pages: Sequence[int]) -> None:
-        """The full pages of a sequence that is to go on later, here or on another worker: copied now, and kept longer
-        than what nobody is known to ask for again."""
+        """Copies the full pages of a sequence that will resume, here or on another worker, and credits them with uses,
+        so that they are kept longer than pages without a known reader."""
         found = zip(names, pages, strict=False)
         parked = [EvictionCandidate(name, page, PARKED_USES, depth) for depth, (name, page) in enumerate(found)]
         upper = next(iter(self.tiers), Tier.POOL)
@@ -211,7 +207,7 @@ class DemotionPolicy:
             self._pool(parked, PARKED_PAGES)
 
     def run_demotions(self, now_s: float) -> None:
-        """Copies ahead of need what the watermarks say."""
+        """Copies pages ahead of need, as the watermarks demand."""
         self._now_s = now_s
         self._tend_hbm()
         self.eviction.tend()
@@ -228,7 +224,7 @@ class DemotionPolicy:
             self._go_down(dirty[:AHEAD_PAGES], AHEAD_PAGES, ahead=True)
 
     def _dirty(self, nodes: Sequence[CachedPage]) -> list[CachedPage]:
-        """Those for which something is left to be done. Asked with every event: what holds for all is asked once."""
+        """Returns the pages that are not copied yet. It runs with every event, so common conditions are tested once."""
         tier, upper = next(iter(self.tiers.items()), (Tier.POOL, None))
         kept = upper.kept if upper is not None and self._takes(tier) else None
         disk = self.tiers[Tier.DISK].kept if Tier.DISK in self.tiers else {}
@@ -262,7 +258,7 @@ class DemotionPolicy:
         for node in nodes:
             for tier in self.tiers.values():
                 tier.used(node.name, max(0, node.uses - 1))
-            node.uses = 0  # they are counted there
+            node.uses = 0  # they are counted in the tiers now
         pages = [page for page in pages if page.name not in self.moves.refused]
         upper = next(iter(self.tiers), Tier.POOL)
         if upper is not Tier.POOL and self._takes(upper):
@@ -271,7 +267,7 @@ class DemotionPolicy:
             self._pool(pages, most)
 
     def _keep(self, tier: Tier, pages: Sequence[EvictionCandidate], most: int, *, ahead: bool = False) -> None:
-        """Copies those that `tier` lacks and admits, as far as there is room."""
+        """Copies the pages that `tier` lacks and admits, as far as there is room."""
         pool = self.tiers[tier]
         new = [page for page in pages if page.name not in pool.kept and admits(tier, page.uses)]
         new = new[: max(0, most - self.moves.pages_to(tier))]
@@ -285,10 +281,10 @@ class DemotionPolicy:
         remember(self._pooled, [page.name for page in new])
         self.moves.begin(Tier.HBM, Tier.POOL, new, ())
 
-    # ------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------ results
 
     def moved(self, event: PagesMoved) -> None:
-        """A move ended."""
+        """Records the end of a transfer to a lower tier."""
         move = event.move
         del self.moves.under_way[move.owner]
         names = unpacked(move.names)
@@ -300,14 +296,14 @@ class DemotionPolicy:
             if not good and not event.failed:
                 remember(self.moves.refused, (name,))
             if move.source is Tier.DRAM:
-                self.eviction.spilt(name, good=good)
+                self.eviction.on_spilled(name, good=good)
 
 
-TOLD_EACH_S = 1.0  # at most, of prices
+SEND_PRICES_S = 1.0  # shortest time between two messages with prices
 
 
 class Tiers:
-    """Of one worker; without any (`config.has_tiers`) nothing here ever happens."""
+    """All lower tiers of one worker; without `config.has_tiers` there are none."""
 
     def __init__(self, config: WorkerConfig, shared: SharedPages, out: EffectBuffer) -> None:
         self.config, self.shared, self.out, self.prices = config, shared, out, Prices()
@@ -316,20 +312,20 @@ class Tiers:
         self.steps = StepTimer() if config.has_tiers else None
         self.fetches = Fetches(shared, self.pools, out, self.prices, shared_pool=config.shared_pool)
         self.demotions = DemotionPolicy(shared, self.pools, out, self.prices.usable) if config.keeps_below else None
-        self._told_s = -math.inf  # when the router was told of prices
+        self._prices_sent_s = -math.inf  # when prices were last sent to the router
         self.lending = PeerPageServer(shared, self.pools, out)
         self.changes = tuple(CacheChangeLog(pool, tier) for tier, pool in self.pools.items())
 
     @property
     def busy(self) -> bool:
-        """Somebody waits for pages. Those on their way down, or that nobody waits for, hold nothing of HBM."""
+        """True if a request waits for pages. Pages on their way down hold no HBM."""
         return bool(self.fetches.under_way)
 
     def follow(self, config: WorkerConfig, shared: SharedPages) -> Tiers:
-        """The worker's role was changed: it holds nothing in HBM. What lies below stays, and what is on its way down
-        gets there; what was on its way up and is late goes nowhere."""
+        """Continues after a role change with a new, empty HBM. Pages of lower tiers stay, transfers to them go on, and
+        late transfers to HBM are dropped."""
         assert _kind_of(config) == _kind_of(self.config), f"tiers of {self.config} cannot be those of {config}"
-        assert not self.busy, "who waits for pages is not idle"
+        assert not self.busy, "a worker with waiting requests is not idle"
         self.config, self.shared, self.fetches.shared, self.lending.shared = config, shared, shared, shared
         if config.has_tiers:
             self.steps = StepTimer()
@@ -341,13 +337,15 @@ class Tiers:
     def fetch(
         self, waiter: Attempt, names: Sequence[PageHash], room: int, now_s: float, holders: Sequence[Holder] = ()
     ) -> bool:
-        """As `Fetches.begin`."""
+        """Starts a fetch, as `Fetches.begin` does; returns False without tiers."""
         lenders = holders if self.config.peer_fetch else ()
         return self.config.has_tiers and self.fetches.begin(waiter, names, room, now_s, lenders)
 
     def hear(self, message: FetchPages | NoPages, sender: WorkerId, now_s: float, *, lends: bool) -> list[Attempt]:
-        """Another worker asks, or has nothing; returns who need not wait any longer. Where it `lends` nothing now, what
-        is asked for is not there."""
+        """Handles a request for pages or a refusal of another worker; returns the attempts that need not wait any
+        longer.
+
+        lends: False while the worker cannot read its pages, so that it refuses."""
         if isinstance(message, NoPages):
             return self.fetches.refused(message, sender, now_s)
         if lends:
@@ -357,13 +355,13 @@ class Tiers:
         return []
 
     def moved(self, event: PagesMoved, now_s: float) -> list[Attempt]:
-        """A move ended; returns who need not wait any longer."""
+        """Handles the end of a transfer; returns the attempts that need not wait any longer."""
         if event.move.destination is Tier.HBM:
             return self.fetches.moved(event, now_s)
         if event.move.destination is Tier.PEER:
             self.lending.moved(event)
             return []
-        assert self.demotions is not None, "only who has tiers moves pages"
+        assert self.demotions is not None, "only a worker with tiers moves pages"
         self.demotions.moved(event)
         if event.failed:
             self.prices.failed(event.move.destination, now_s)
@@ -377,8 +375,8 @@ class Tiers:
     def run_demotions(self, now_s: float) -> None:
         if self.demotions is not None:
             self.demotions.run_demotions(now_s)
-        if self.prices.fresh and self.shared.changes.followed and now_s >= self._told_s + TOLD_EACH_S:
-            self._told_s = now_s
+        if self.prices.fresh and self.shared.changes.followed and now_s >= self._prices_sent_s + SEND_PRICES_S:
+            self._prices_sent_s = now_s
             self.out.tell_router(self.prices.known(now_s))
 
     # ------------------------------------------------------------ what computing costs
@@ -402,6 +400,6 @@ class Tiers:
 
 
 def _kind_of(config: WorkerConfig) -> object:
-    """What pages below HBM depend on."""
+    """Returns the parts of the configuration that the pages of lower tiers depend on."""
     sizes = config.page_size, config.dram_pages, config.disk_pages
     return config.has_tiers and (*sizes, config.shared_pool, config.peer_fetch, config.tier_wire)

@@ -252,7 +252,7 @@ class DecodePhase:
         sequence.handoff.take(Signal.COMPLETE)
         if sequence.source != self.config.worker:
             self.out.send(sequence.source, Ack(sequence.owner, sequence.arrivals.wire_s))
-        self.shared.pool.move(sequence.own_pages, sequence.owner, PageState.HELD)
+        self.shared.pool.move(sequence.own_pages, sequence.owner, PageState.LIVE)
         if not self._leave_early_admission(sequence):
             insort(self._ready, sequence, key=lambda each: each.order)
         elif sequence.is_drained:
@@ -455,7 +455,7 @@ class DecodePhase:
 
         A sequence that waits for KV preempts none, and one alone among sequences that are not complete waits for them.
         """
-        while (page := self.shared.take(1, sequence.owner, PageState.HELD)) is None:
+        while (page := self.shared.take(1, sequence.owner, PageState.LIVE)) is None:
             if self._release_drained():
                 continue
             if not sequence.is_admitted:

@@ -1,11 +1,9 @@
 """The handoff, as a literal transition table that both of its ends use.
 
-RESERVE makes a reservation at the destination before the source starts, or, where PROMISE has kept it a place, before
-the source ships anything; parts of KV and COMMIT, which counts them,
-reach the reservation in any order; ACK lets the source's pages go. ABORT and EXPIRE (a deadline ran out) end it from
-anywhere, and an ABORT is acknowledged even where it finds nothing left. A signal without a row raises
-IllegalTransition and changes nothing.
-"""
+RESERVE makes a reservation at the destination before the source starts. Parts of KV and COMMIT, which counts them,
+reach the reservation in any order. ACK releases the pages of the source. ABORT and EXPIRE (a deadline is over) end the
+handoff from any state, and an ABORT is acknowledged even if nothing is left to abort. A signal without a row raises
+IllegalTransition and changes nothing."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ class HandoffRole(StrEnum):
 
 class State(StrEnum):
     IDLE = "idle"
-    COMPUTING = "computing"  # source: the prompt waits for its turn or is being computed
+    COMPUTING = "computing"  # source: the prompt waits or is being computed
     STREAMING = "streaming"  # source: computed further, while some parts are on their way already
     SHIPPED = "shipped"  # source: all parts and COMMIT are on their way
     RESERVED = "reserved"  # destination: the reservation is held
-    FILLING = "filling"  # destination: some parts are in the reservation's pages, nobody may read them yet
+    FILLING = "filling"  # destination: some parts are in the reservation's pages, which no step may read yet
     COMMITTED = "committed"  # destination: COMMIT came, some of the parts that it counts did not
     ADMITTED = "admitted"  # destination: all came, ACK is sent, the sequence decodes
     RELEASED = "released"
@@ -42,7 +40,7 @@ class Signal(StrEnum):
     ACK = "ack"
     RESERVE = "reserve"
     ARRIVE = "arrive"  # a part is inserted
-    COMMIT = "commit"  # source: it is said; destination: it is heard
+    COMMIT = "commit"  # sent by the source, received by the destination
     COMPLETE = "complete"  # the reservation has COMMIT and every part that it counts
     RELEASE = "release"  # the sequence ended here: nothing is left to hand over, or to decode
     ABORT = "abort"
@@ -89,7 +87,7 @@ OVER = frozenset({State.RELEASED, State.ABORTED})
 
 @dataclass(frozen=True, slots=True)
 class WaitDeadline:
-    """What a state waits for, whose timer ends the wait, and which setting is its deadline."""
+    """The wait of a state: the message, the owner of the timer that ends it, and the setting of its deadline."""
 
     for_what: str
     owner: str
@@ -105,7 +103,7 @@ WAITS: Mapping[tuple[HandoffRole, State], WaitDeadline] = MappingProxyType(
             "its turn and its tokens", "prefill worker", "StartPrefill.timeout_s"
         ),
         (HandoffRole.SOURCE, State.SHIPPED): WaitDeadline("ACK", "prefill worker", "WorkerConfig.ack_timeout_s"),
-        # A lease begins anew with every part and every Renew: it outlasts any prompt whose source lives.
+        # Every part and every Renew renews the lease: it lasts as long as the source lives.
         (HandoffRole.DESTINATION, State.RESERVED): WaitDeadline("parts and COMMIT", "decode worker", "Reserve.lease_s"),
         (HandoffRole.DESTINATION, State.FILLING): WaitDeadline("parts and COMMIT", "decode worker", "Reserve.lease_s"),
         (HandoffRole.DESTINATION, State.COMMITTED): WaitDeadline("missing parts", "decode worker", "Reserve.lease_s"),
@@ -117,7 +115,7 @@ WAITS: Mapping[tuple[HandoffRole, State], WaitDeadline] = MappingProxyType(
 
 
 def next_state(end: HandoffRole, state: State, signal: Signal) -> State:
-    """The state that follows, or IllegalTransition."""
+    """Returns the state that follows, or raises IllegalTransition."""
     try:
         return TABLE[end, state, signal]
     except KeyError:
@@ -153,9 +151,9 @@ class Timer(StrEnum):
 
     SOURCE = "source"  # the deadline of a source's wait
     DESTINATION = "destination"  # the end of a reservation's lease
-    RENEW = "renew"  # the source says that it is still at it
+    RENEW = "renew"  # the source renews the reservation's lease
     PARTS = "parts"  # a reservation asks for the parts that have not come
-    FETCH = "fetch"  # pages that come from a lower tier are waited for no longer
+    FETCH = "fetch"  # the deadline of a fetch
 
 
 def timer_of(kind: Timer, owner: Attempt) -> str:
@@ -163,13 +161,13 @@ def timer_of(kind: Timer, owner: Attempt) -> str:
 
 
 def owner_of_timer(key: str) -> tuple[Timer, Attempt]:
-    """The kind and the attempt that a timer's key names."""
+    """Returns the kind and the attempt that a timer's key names."""
     kind, epoch, request_id = key.split("/", 2)
     return Timer(kind), Attempt(RequestId(request_id), int(epoch))
 
 
 def mermaid(end: HandoffRole) -> str:
-    """The end's table as a Mermaid state diagram."""
+    """Returns the table of one end as a Mermaid state diagram."""
     rows = [(state, signal, then) for (side, state, signal), then in TABLE.items() if side is end]
     lines = [f"    {state} --> {then}: {signal}" for state, signal, then in rows]
     return "\n".join(["stateDiagram-v2", f"    [*] --> {State.IDLE}", *lines])

@@ -180,7 +180,7 @@ class PrefillPhase:
     def _take_pages(self, prompt: PrefillSequence) -> int:
         """Takes the pages that the prompt lacks; returns the number of tokens whose KV is cached."""
         held, total = len(prompt.held.pages), self.config.pages_for(len(prompt.request.prompt))
-        own = self.shared.take(total - held, prompt.owner, PageState.HELD)
+        own = self.shared.take(total - held, prompt.owner, PageState.LIVE)
         assert own is not None, "a prompt is picked only if its pages are available"
         prompt.own, prompt.pages = own, (*prompt.held.pages, *own)
         for name in prompt.names[held:]:

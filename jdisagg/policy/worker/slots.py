@@ -1,4 +1,8 @@
-"""Which sequence sits in which decode slot, which slots the device must be told to retire, and steps in flight."""
+"""The decode slots of a worker: their sequences, slots to retire on the device, steps in flight, and multi-step sizes.
+
+With several steps per dispatch (multi-step), no step is added that delays other work or that a client would notice:
+while a dispatch runs no sequence gets a slot, no prompt is computed, and its tokens arrive together when it ends.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ T = TypeVar("T")
 
 
 class DecodeSlots(Generic[T]):
-    """Slots of all microbatches; microbatch m holds slots m * n to (m + 1) * n."""
+    """The slots of all microbatches; microbatch m has slots m * n to (m + 1) * n."""
 
     def __init__(self, config: WorkerConfig) -> None:
         assert config.num_slots % config.num_microbatches == 0, "slots must fill whole microbatches"
         self.steps_in_flight = config.steps_in_flight
         self.per_microbatch = config.slots_per_microbatch
         self.in_flight = [0] * config.num_microbatches
-        self.seatings = 0  # changes of who sits where, so far
+        self.seatings = 0  # number of changes of the slots' sequences
         self._seats: list[T | None] = [None] * config.num_slots
         self._taken = [0] * config.num_microbatches
         self._seated: list[list[tuple[int, T]] | None] = [None] * config.num_microbatches  # as last asked for
@@ -33,7 +37,7 @@ class DecodeSlots(Generic[T]):
         return slot // self.per_microbatch
 
     def free_slot(self, but: Collection[int] = ()) -> int | None:
-        """A free slot of the emptiest microbatch that is not in `but`, so that every step carries its share."""
+        """Returns a free slot of the emptiest microbatch not in `but`, so that all steps are about equally full."""
         open_ones = [microbatch for microbatch in range(len(self._taken)) if microbatch not in but]
         if not open_ones:
             return None
@@ -41,7 +45,7 @@ class DecodeSlots(Generic[T]):
         return next((slot for slot in range(first, first + self.per_microbatch) if self._seats[slot] is None), None)
 
     def slot_of_an_empty_microbatch(self) -> int | None:
-        """A slot of a microbatch that nobody sits in."""
+        """Returns a slot of a microbatch without sequences; None if there is none."""
         return self._taken.index(0) * self.per_microbatch if 0 in self._taken else None
 
     def seat(self, slot: int, sequence: T) -> None:
@@ -52,7 +56,7 @@ class DecodeSlots(Generic[T]):
         self._seated[self.microbatch_of(slot)] = None
 
     def clear(self, slot: int, *, on_device: bool) -> None:
-        """Frees the slot; the next step of its microbatch retires it where the device knows its sequence."""
+        """Frees the slot; if the device knows its sequence, the next step of its microbatch retires it."""
         assert self._seats[slot] is not None, f"slot {slot} is free already"
         microbatch = self.microbatch_of(slot)
         self._seats[slot] = None
@@ -63,7 +67,7 @@ class DecodeSlots(Generic[T]):
             self._retiring[microbatch].add(slot)
 
     def seated(self, microbatch: int) -> list[tuple[int, T]]:
-        """(slot, sequence), by slot."""
+        """Returns the (slot, sequence) pairs of a microbatch, in order of slots."""
         found = self._seated[microbatch]
         if found is None:
             first = microbatch * self.per_microbatch
@@ -72,13 +76,12 @@ class DecodeSlots(Generic[T]):
         return found.copy()
 
     def due(self, held: Collection[int] = ()) -> list[int]:
-        """Microbatches that may take a step now, the one that waited longest first. `held` ones don't, nor do others
-        wait for them.
+        """Returns the microbatches that may run a step now, the one that waited longest first. Microbatches in `held`
+        run none, and others do not wait for them.
 
-        They go round: no microbatch takes two steps while another's are in flight. A stage runs steps in the order of
-        their dispatch, and the second of two steps in a row waits for the first to pass through all stages; whatever
-        is behind it waits as well, though it could run (two stages then work two steps in three).
-        """
+        They alternate: no microbatch runs two steps while another's are in flight. A stage runs steps in the order of
+        their dispatch, and the second of two steps in a row waits for the first to pass through all stages; whatever is
+        behind it waits as well, though it could run (two stages then work two steps in three)."""
         waiting_for = [m for m in self._order if self._taken[m] and self.in_flight[m] and m not in held]
         first = waiting_for[0] if waiting_for else None
         at = {m: place for place, m in enumerate(self._order)}
@@ -86,7 +89,7 @@ class DecodeSlots(Generic[T]):
         return [m for m in able if first is None or at[m] <= at[first] or not self.in_flight[m]]
 
     def begin_step(self, microbatch: int) -> tuple[int, ...]:
-        """Books a step; returns the slots that it retires."""
+        """Records a step; returns the slots that it retires."""
         self._order.remove(microbatch)
         self._order.append(microbatch)
         self.in_flight[microbatch] += 1
@@ -95,11 +98,11 @@ class DecodeSlots(Generic[T]):
         return retired
 
     def retires(self, microbatch: int) -> bool:
-        """Whether its next step retires a slot."""
+        """Returns True if the next step of the microbatch retires a slot."""
         return bool(self._retiring[microbatch])
 
     def go_round(self, cycle: Sequence[int], steps: int) -> None:
-        """Books `steps` steps that began as many ended, of these microbatches round and round; none retires a slot."""
+        """Records `steps` steps of these microbatches in rotation that began as many ended; none retires a slot."""
         latest = [cycle[step % len(cycle)] for step in range(max(0, steps - len(cycle)), steps)]
         self._order = [microbatch for microbatch in self._order if microbatch not in latest] + latest
 
@@ -108,7 +111,7 @@ class DecodeSlots(Generic[T]):
         self.in_flight[microbatch] -= 1
 
     def retire_again(self, microbatch: int, slots: tuple[int, ...]) -> None:
-        """A step failed before it could retire these."""
+        """Records that a step failed before it could retire these slots."""
         self._retiring[microbatch].update(slots)
 
     @property
@@ -120,11 +123,8 @@ class DecodeSlots(Generic[T]):
         return sum(self._taken)
 
 
-# How long steps take that run one after the other, each dispatched while others run.
-
-
 class StepTimer:
-    """Of one machine, by what each step holds of something."""
+    """Measures how long consecutive steps take, each dispatched while others run."""
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[int, float]] = {}  # in flight: how much, and when it was dispatched
@@ -134,7 +134,7 @@ class StepTimer:
         self._running[step_id] = (size, now_s)
 
     def done(self, step_id: int, now_s: float) -> tuple[int, float]:
-        """(its size, seconds): since it was dispatched, or since the one before it ended."""
+        """Returns (size, seconds) of the step, from its dispatch or from the end of the step before it."""
         size, began_s = self._running.pop(step_id)
         took_s = now_s - max(began_s, self._last_done_s)
         self._last_done_s = now_s
@@ -144,18 +144,13 @@ class StepTimer:
         del self._running[step_id]
 
 
-# How many tokens of each row the next step of a worker draws, where its programs take several turns a dispatch.
-#
-# No turn is taken that somebody could use better, or that a client would notice: while a dispatch runs nobody is
-# seated, no prompt is computed, and what it draws comes all at once when it ends.
-
-MOST_GAP_S = 0.04  # between two bunches of tokens of a stream: a reader sees no halt
-FEW = 8  # turns at most while none has been timed, or while somebody waits for a row that may end at any of them
-KEPT = 17  # last times; their lower quartile counts, for what else a machine does only adds
+MOST_GAP_S = 0.04  # largest time between two updates of a stream: a reader sees no pause
+FEW = 8  # most steps before the first measurement, or while a sequence waits for a slot that may be free at any step
+KEPT = 17  # last times; their lower quartile counts, because other work on the machine only adds to them
 
 
 class TurnTimes:
-    """How long a turn takes, as steps have ended."""
+    """The measured time of one decode step of a multi-step dispatch."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._used, self._steps = config.decode.steps_per_dispatch > 1, StepTimer()
@@ -176,19 +171,19 @@ class TurnTimes:
             return
         turns, seconds = self._steps.done(step_id, now_s)
         if not turns:
-            return  # it verified drafts
+            return  # a verification step
         self._last.append(seconds / turns)
         self.turn_s = sorted(self._last)[len(self._last) // 4]
 
     @property
     def within_gap(self) -> float:
-        """Turns that end within the gap."""
+        """Number of decode steps that end within the largest gap."""
         return MOST_GAP_S / self.turn_s if self.turn_s else FEW
 
 
 def one_by_one(sampling: SamplingParams, config: WorkerConfig) -> bool:
-    """Whether each of its tokens takes a step of its own: one that depends on how the last one is read, or that a
-    worker's programs of several turns do not draw."""
+    """Returns True if each of its tokens needs a dispatch of its own: it depends on how the last one is read, or the
+    multi-step programs cannot draw it."""
     if config.takes_all_slots:
         return sampling.synchronous
     return sampling.synchronous or sampling.penalised or sampling.logprobs is not None
@@ -198,11 +193,10 @@ def most_turns(
     config: WorkerConfig, seated: Sequence[DecodeSequence], left: Sequence[int], times: TurnTimes, *, ready: bool,
     expects: bool, prompts: bool,
 ) -> int:  # fmt: skip
-    """Turns that nothing else is wanted for. left: tokens that each of `seated` may still draw.
+    """Returns the decode steps of the next dispatch. left: tokens that each sequence of `seated` may still draw.
 
-    Where somebody is `ready` for a slot, until the first is sure to come free, and a few where one may at any turn;
-    where the worker `expects` KV, a quarter; where `prompts` wait to be computed between its steps, one.
-    """
+    If a sequence is `ready` for a slot, as many as until the first slot is sure to be free, and few if one may be free
+    at any step; if the worker `expects` KV, a quarter; if `prompts` wait to be computed between its steps, one."""
     if not seated or prompts or any(one_by_one(sequence.sampling, config) for sequence in seated):
         return 1
     turns = int(max(1, min(config.decode.steps_per_dispatch, times.within_gap)))

@@ -61,7 +61,7 @@ class Desk:
     def compute(self, *names: int) -> None:
         """A prompt with these pages is computed here and ends."""
         held = self.shared.lock(names)
-        pages = self.shared.take(len(names) - len(held.pages), ME, PageState.HELD)
+        pages = self.shared.take(len(names) - len(held.pages), ME, PageState.LIVE)
         assert pages is not None
         self.shared.keep(names, (*held.pages, *pages), pages, ME)
         self.shared.release(held)

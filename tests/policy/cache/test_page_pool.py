@@ -1,4 +1,4 @@
-""""""
+"""Tests of the page pools: HBM pages, the prefix cache over them, and the tiers below."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jdisagg.core.errors import IllegalTransition
 from jdisagg.core.request import Attempt, RequestId
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.cache.page_pool import (
+    PAGE_MOVES,
     PAGE_TABLE,
     PageEvent,
     PagePool,
     PageState,
     SharedPages,
     TierPage,
-    TierPageState,
     TierPool,
 )
 from jdisagg.policy.cache.prefix_cache import LockedPages
@@ -29,25 +29,26 @@ from jdisagg.policy.worker.worker import Worker
 from tests.sim.cases import request, worker
 
 A, B = Attempt(RequestId("a"), 1), Attempt(RequestId("b"), 2)
-TAKEN = (PageState.HELD, PageState.IN_FLIGHT, PageState.CACHED)
+TAKEN = (PageState.LIVE, PageState.IN_FLIGHT)
+OWNED = (*TAKEN, PageState.CACHED)
 
 
 def test_pages_are_numbered_from_one_and_the_null_page_is_nobodys():
     pool = PagePool(5)
-    pages = pool.take(5, A, PageState.HELD)
+    pages = pool.take(5, A, PageState.LIVE)
     assert sorted(pages or ()) == [1, 2, 3, 4, 5]
 
 
 def test_taking_more_than_is_free_takes_nothing():
     pool = PagePool(3)
-    assert pool.take(4, A, PageState.HELD) is None
+    assert pool.take(4, A, PageState.LIVE) is None
     assert pool.free_pages == 3
     pool.check_invariants()
 
 
 def test_giving_back_twice_is_a_broken_invariant():
     pool = PagePool(3)
-    pages = pool.take(2, A, PageState.HELD) or ()
+    pages = pool.take(2, A, PageState.LIVE) or ()
     pool.give_back(pages, A)
     with pytest.raises(AssertionError, match="belongs to None"):
         pool.give_back(pages, A)
@@ -55,7 +56,7 @@ def test_giving_back_twice_is_a_broken_invariant():
 
 def test_giving_back_or_moving_what_is_anothers_is_a_broken_invariant():
     pool = PagePool(3)
-    pages = pool.take(2, A, PageState.HELD) or ()
+    pages = pool.take(2, A, PageState.LIVE) or ()
     with pytest.raises(AssertionError, match="not to Attempt"):
         pool.give_back(pages, B)
     with pytest.raises(AssertionError, match="not to Attempt"):
@@ -86,10 +87,16 @@ class PoolMachine(RuleBasedStateMachine):
             assert all(page not in held for held in self.model.values())
             self.model.setdefault(owner, {})[page] = state
 
-    @rule(epoch=st.integers(1, 4), state=st.sampled_from(TAKEN), data=st.data())
+    @rule(epoch=st.integers(1, 4), state=st.sampled_from(OWNED), data=st.data())
     def move(self, epoch: int, state: PageState, data: st.DataObject) -> None:
         owner = Attempt(RequestId("x"), epoch)
         pages = data.draw(st.sets(st.sampled_from(sorted(self.model[owner])))) if self.model.get(owner) else set()
+        states = {self.model[owner][page] for page in pages}
+        if any(before is not state and (before, state) not in PAGE_MOVES for before in states):
+            if len(states) == 1:
+                with pytest.raises(AssertionError, match="cannot become"):
+                    self.pool.move(sorted(pages), owner, state)
+            return
         self.pool.move(sorted(pages), owner, state)
         for page in pages:
             self.model[owner][page] = state
@@ -105,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
         for owner, held in self.model.items():
             assert self.pool.pages_of(owner) == set(held)
         states = [state for held in self.model.values() for state in held.values()]
-        assert all(self.pool.count(state) == states.count(state) for state in TAKEN)
+        assert all(self.pool.count(state) == states.count(state) for state in OWNED)
         assert self.pool.free_pages == 12 - len(states)
 
 
@@ -159,7 +166,7 @@ class Hammer:
         if cost > self.shared.available:
             return
         held = self.shared.lock(new.names()[:found])
-        own = self.shared.take(len(text) - found, new.owner, PageState.HELD)
+        own = self.shared.take(len(text) - found, new.owner, PageState.LIVE)
         assert own is not None, "what room_for promises is there"
         new = Holder(new.owner, text, held, own)
         for place, page in enumerate(own, found):
@@ -239,29 +246,29 @@ def given_up(pool: TierPool, count: int) -> list[int]:
 
 
 def test_only_what_nobody_reads_or_writes_is_ever_given_up():
-    assert [use for use, turn in PAGE_TABLE if turn is PageEvent.EVICT] == [TierPageState.CACHED]
-    assert {use for use, turn in PAGE_TABLE if turn is PageEvent.LOCK} == {TierPageState.CACHED, TierPageState.LIVE}
+    assert [use for use, turn in PAGE_TABLE if turn is PageEvent.EVICT] == [PageState.CACHED]
+    assert {use for use, turn in PAGE_TABLE if turn is PageEvent.LOCK} == {PageState.CACHED, PageState.LIVE}
 
 
 def test_every_page_comes_back_to_the_free_ones_from_wherever_it_is():
-    reached = {TierPageState.FREE}
-    for _ in TierPageState:
+    reached = {PageState.FREE}
+    for _ in PageState:
         reached |= {use for (use, _), then in PAGE_TABLE.items() if then in reached}
-    assert reached == set(TierPageState)
+    assert reached == set(PageState)
 
 
-@pytest.mark.parametrize("use", TierPageState)
+@pytest.mark.parametrize("use", PageState)
 @pytest.mark.parametrize("turn", PageEvent)
 def test_a_turn_without_a_row_is_refused_and_changes_nothing(use, turn):
     pool, kept = TierPool(4), TierPage(1, 0, 1, 0, use)
     before = pool.by_use()
     if (use, turn) in PAGE_TABLE:
-        pool._turn(kept, turn)
-        assert kept.use is PAGE_TABLE[use, turn]
+        pool._apply(kept, turn)
+        assert kept.state is PAGE_TABLE[use, turn]
     else:
         with pytest.raises(IllegalTransition, match=f"is {use}, and cannot {turn}"):
-            pool._turn(kept, turn)
-        assert (kept.use, pool.by_use()) == (use, before)
+            pool._apply(kept, turn)
+        assert (kept.state, pool.by_use()) == (use, before)
 
 
 # ------------------------------------------------------------------ what may be read

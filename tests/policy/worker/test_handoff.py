@@ -1,4 +1,4 @@
-""""""
+"""Tests of the handoff's transition table and its timers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Tests of decode slots, step times and multi-step sizes."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class SideMachine(RuleBasedStateMachine):
         assert self.bench.free_pages == self.bench.worker.config.num_pages
 
 
-class DecodeSideMachine(SideMachine):
+class DecodePhaseMachine(SideMachine):
     """The decode side: reservations, commits, arrivals, aborts and results in any order."""
 
     role = Role.DECODE
@@ -187,8 +187,8 @@ class PromptsMachine(SideMachine):
             assert self.tokens_of(name) == definition(self.requests[name])[:1]
 
 
-TestDecodeSideMachine = DecodeSideMachine.TestCase
+TestDecodePhaseMachine = DecodePhaseMachine.TestCase
 TestPromptsMachine = PromptsMachine.TestCase
-TestDecodeSideMachine.settings = TestPromptsMachine.settings = settings(
+TestDecodePhaseMachine.settings = TestPromptsMachine.settings = settings(
     max_examples=40, stateful_step_count=40, deadline=None
 )
