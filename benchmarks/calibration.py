@@ -35,7 +35,7 @@ from jdisagg.core.profile import Checked, Profile
 from jdisagg.core.settings import Settings
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.profiling.profiler import Profiler, describe_machine
 from jdisagg.serve.deploy.assemble import load_executors, router_config, warm
 from jdisagg.serve.deploy.deployment import mesh_of, resolve_deployment

@@ -23,7 +23,7 @@ from benchmarks import machine
 from jdisagg.core.codec import decode_as, encode
 from jdisagg.core.request import RequestId, SamplingParams
 from jdisagg.core.steps import DecodeRows, PageGrant, PrefillChunk, PrefillChunks, StepPlan
-from jdisagg.policy.roll_call import Card
+from jdisagg.policy.group_handshake import MemberInfo
 from jdisagg.serve.cluster.group.assembly import Assembly, Meeting, join_leader, listener_at
 from jdisagg.serve.cluster.group.leader import Members, awaited
 from jdisagg.serve.cluster.group.stream import Commands, Pulse
@@ -53,8 +53,8 @@ class Row:
     aim_us: float = AIM_US
 
 
-def card(rank: int) -> Card:
-    return Card("benchmark", rank, 2, "1", "1", "none", {}, time.time())
+def card(rank: int) -> MemberInfo:
+    return MemberInfo("benchmark", rank, 2, "1", "1", "none", {}, time.time())
 
 
 def meeting(address: str) -> Meeting:

@@ -45,8 +45,8 @@ from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.multi_step import Drawn, MultiStepPrograms, PendingMultiStep, PendingPipelinedMultiStep, Slots
 from jdisagg.model import looped_params
 from jdisagg.parallel.submesh import Program
-from jdisagg.policy.step_results import StepResults
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.decode import DecodePhase
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.deploy import memory
 from jdisagg.serve.driver.driver import LiveDriver
 
@@ -68,7 +68,7 @@ BY_STEP = (PLAN, DISPATCH, JAX, READ, DRIVER)
 BY_TOKEN = (TELL, ROUTE, STREAM)
 TIMED: tuple[tuple[type, str, str], ...] = (
     (Worker, "handle", PLAN),
-    (StepResults, "done", TELL),
+    (DecodePhase, "on_step_done", TELL),
     (MeshExecutor, "run", DISPATCH),
     (Program, "__call__", JAX),
     (PendingRows, "read", READ),
@@ -171,7 +171,7 @@ def null_programs() -> Iterator[None]:
         stack.enter_context(mock.patch.object(MultiStepPrograms, "_turns", turns))
         stack.enter_context(mock.patch("jdisagg.engine.decode.draw_greedy", draw))
         stack.enter_context(mock.patch.object(jax, "jit", partial(jax.jit, keep_unused=True)))  # weights are arguments
-        stack.enter_context(mock.patch("jdisagg.policy.turns.MOST_GAP_S", 10.0))  # the machine may be busy
+        stack.enter_context(mock.patch("jdisagg.policy.worker.slots.MOST_GAP_S", 10.0))  # the machine may be busy
         yield
 
 
@@ -255,7 +255,7 @@ def measure(folder: Path, slots: int, stages: int, turns: int, form: str) -> Row
         stack.enter_context(mock.patch.object(LiveDriver, "_one_round", actors.ended(LiveDriver._one_round)))
         llm = stack.enter_context(open_llm(folder, slots, stages, turns, tokens))
         before = gc.get_threshold()
-        memory.settle()  # as servers do
+        memory.freeze_gc()  # as servers do
         found = _measured(llm, clocks, slots, stages, turns, tokens)
         gc.unfreeze()
         gc.set_threshold(*before)

@@ -26,7 +26,7 @@ from benchmarks.machine import described
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.router_config import Routing
 from jdisagg.core.tiers import Tier
-from jdisagg.policy.tier_pool import KeptPage, TierPool
+from jdisagg.policy.cache.page_pool import TierPage, TierPool
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import cluster_spec, devices_of, longest, plain_settings, with_room, with_tiers
 from jdisagg.sim.outcome import SLO, Outcome
@@ -65,7 +65,7 @@ class LeastRecent(TierPool):
         super().__init__(num_pages)
         self._turns = count(1)
 
-    def price_of(self, kept: KeptPage) -> float:
+    def price_of(self, kept: TierPage) -> float:
         return next(self._turns) - 2 * kept.depth
 
 

@@ -25,7 +25,7 @@ from jdisagg.core.events import Event, Send
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.messages import Preempted
 from jdisagg.core.request import WorkerId
-from jdisagg.policy.decode_sequence import DecodeSequence, admitted
+from jdisagg.policy.worker.sequence import DecodeSequence
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
@@ -86,9 +86,9 @@ class Looked(Cluster):
 
     def _look(self) -> tuple[int, int, int]:
         """Pages that wait for KV, pages to grow into, pages that are written."""
-        sequences = [each for worker in self.workers.values() for each in worker.decode_side.sequences.values()]
-        waiting = sum(len(each.pages) for each in sequences if not admitted(each))
-        there = [each for each in sequences if admitted(each)]
+        sequences = [each for worker in self.workers.values() for each in worker.decode.sequences.values()]
+        waiting = sum(len(each.pages) for each in sequences if not each.is_admitted)
+        there = [each for each in sequences if each.is_admitted]
         used = sum(self._written(each) for each in there)
         return waiting, sum(len(each.pages) for each in there) - used, used
 

@@ -36,7 +36,7 @@ from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
 from jdisagg.kv.transport.config import Link
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.deploy.assemble import load_executors, router_config, warm
 from jdisagg.serve.deploy.deployment import mesh_of, resolve_deployment
 from jdisagg.serve.driver.local_service import LocalService

@@ -89,7 +89,7 @@ def _lead(settings: Settings, console: Console, place: GroupPlace, run_workers: 
     start.members.on_leave = lambda: ends.put("")
     code = run_workers(workers, settings, console, ends)
     if code:
-        start.members.tell_end("its leader can do no more")
+        start.members.send_end("its leader can do no more")
     start.stop()
     leave(code)
 

@@ -14,8 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-
-from jdisagg.policy.restarts import Restarts
+from dataclasses import dataclass
 
 FLAG = "supervise"
 MARK = "JDISAGG_IS_SUPERVISED"  # in a child's environment: it never supervises, whatever its flags say
@@ -23,6 +22,23 @@ BAD_USE = 2
 STOPPED_S = 30.0
 TICK_S = 0.1
 PR_SET_PDEATHSIG = 1
+FIRST_S, LONGEST_S = 1.0, 30.0  # of the pauses between restarts
+STEADY_S = 120.0  # a child that ran this long has started well: its next failure counts as the first
+MOST = 20  # failures in a row; the last one is final
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """The pauses between the restarts of one failing process: longer each time, and none after `MOST` failures."""
+
+    failures: int = 0  # in a row
+
+    def pause_s(self, lived_s: float) -> float | None:
+        """Returns the seconds to wait before the next start of a process that ran `lived_s`; None to give up."""
+        self.failures = 1 if lived_s >= STEADY_S else self.failures + 1
+        if self.failures >= MOST:
+            return None
+        return min(LONGEST_S, FIRST_S * 2.0 ** (self.failures - 1))
 
 
 def asked(argv: Sequence[str]) -> bool:
@@ -37,7 +53,7 @@ def run(command: Sequence[str]) -> int:
     if MARK in os.environ:
         _print("this process is supervised already: leave --supervise to the first")
         return BAD_USE
-    restarts, stopping = Restarts(), list[int]()
+    restarts, stopping = RestartPolicy(), list[int]()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.append(number))
     while True:

@@ -13,7 +13,7 @@ from jdisagg.core.model_identity import ModelIdentity
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role, Stages, WorkerConfig
-from tests.policy.test_tiers import ask, several
+from tests.policy.cache.test_tiers import ask, several
 from tests.sim.cases import check_ended, colocated, pair, request, run_all
 from tests.sim.fault_injector import Faults
 from tests.sim.world import World

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg import supervise
+from jdisagg.supervise import LONGEST_S, MOST, STEADY_S, RestartPolicy
 from tests.serve.cluster.processes import until
 
 PARENT = (
@@ -79,7 +80,7 @@ def test_a_supervisor_that_is_killed_leaves_nobody_behind(tmp_path: Path):
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, which this process has loaded
 def test_what_always_fails_is_given_up_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(supervise.Restarts, "pause_s", lambda restarts, lived_s: None)
+    monkeypatch.setattr(supervise.RestartPolicy, "pause_s", lambda restarts, lived_s: None)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         assert supervise.run([sys.executable, "-c", "import sys; sys.exit(9)"]) == 9
@@ -111,3 +112,17 @@ def test_a_child_supervises_nothing_whatever_it_is_told(tmp_path: Path):
     parent = supervised(again, count)
     assert "this process is supervised already" in parent.communicate(timeout=60)[1]
     assert parent.returncode == 2 and len(count.read_text()) == 1
+
+
+def test_pauses_grow_to_the_longest_and_end() -> None:
+    restarts = RestartPolicy()
+    pauses = [restarts.pause_s(1.0) for _ in range(MOST)]
+    assert pauses[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_S] and set(pauses[5:-1]) == {LONGEST_S}
+    assert pauses[-1] is None
+
+
+def test_who_lived_long_starts_anew_at_once() -> None:
+    restarts = RestartPolicy()
+    for _ in range(MOST - 1):
+        restarts.pause_s(1.0)
+    assert restarts.pause_s(STEADY_S) == 1.0 and restarts.pause_s(1.0) == 2.0

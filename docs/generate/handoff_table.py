@@ -1,11 +1,11 @@
-"""The handoff's transition table, read from `jdisagg/policy/handoff.py`."""
+"""The handoff's transition table, read from `jdisagg/policy/worker/handoff.py`."""
 
 from __future__ import annotations
 
 from docs.generate.markdown import table
-from jdisagg.policy.handoff import TABLE, End
+from jdisagg.policy.worker.handoff import TABLE, HandoffRole
 
-NAMES = {End.SOURCE: "prefill worker", End.DESTINATION: "decode worker"}
+NAMES = {HandoffRole.SOURCE: "prefill worker", HandoffRole.DESTINATION: "decode worker"}
 
 
 def text() -> str:

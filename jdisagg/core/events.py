@@ -75,7 +75,7 @@ class TermBegan:
 @dataclass(frozen=True, slots=True)
 class RouterLost:
     """To a worker or a front: the router is gone, or took it for lost. What a worker holds is nobody's any more, but
-    what it decodes it may keep for a while (`policy/keeping.py`)."""
+    what it decodes it may keep for a while (`policy/worker/orphans.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class Reshape:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStands:
-    """For people: where a change of a worker's role is now (`policy/role_change.py`), or why there is none."""
+    """For people: where a change of a worker's role is now (`policy/worker/drain.py`), or why there is none."""
 
     worker: WorkerId
     number: int  # of ChangeRole

@@ -1,4 +1,4 @@
-"""How much each client may ask for: requests and tokens a minute, and requests at once.
+"""Rate limits per client: requests and tokens a minute, and concurrent requests.
 
 Rates are token buckets: a client may ask for a minute's allowance at once, which then fills again evenly. Tokens are
 charged as a request may need them (prompt and output limit) and given back where it needed fewer. A request that is
@@ -18,7 +18,7 @@ MOST_CLIENTS = 10_000  # remembered: who asked for nothing for longest is forgot
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one client; 0: no limit."""
+    """The limits of one client; 0 means no limit."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -26,7 +26,7 @@ class Rates:
 
     @classmethod
     def parse(cls, text: str) -> Rates:
-        """Of --client_limits. Raises ConfigError with what cannot be."""
+        """Parses --client_limits; raises ConfigError that names the bad entry."""
         found: dict[str, int] = {}
         for part in filter(None, text.split(",")):
             name, _, number = part.partition("=")
@@ -39,8 +39,8 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
-    """What is left of one rate: at most `limit`, all of it again after `reset_s`."""
+class RateStatus:
+    """The rest of one rate: at most `limit`, and all of it again after `reset_s`."""
 
     name: str
     limit: int
@@ -49,7 +49,7 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class LimitProblem:
     """Which limit a request was over, and when it would not be."""
 
     limit: str
@@ -92,15 +92,15 @@ class ClientLimits:
     most_clients: int = MOST_CLIENTS
     _clients: dict[str, Client] = field(default_factory=dict[str, Client])  # who asked last is last
 
-    def admit(self, name: str, tokens: int, now_s: float) -> Refusal | None:
+    def admit(self, name: str, tokens: int, now_s: float) -> LimitProblem | None:
         """Charges a request of at most `tokens` tokens to the client; nothing where it is refused."""
         client, limit = self._client(name, now_s), self.rates.concurrent_requests
         if limit and client.running >= limit:
-            return Refusal("concurrent_requests", limit, 1.0)
+            return LimitProblem("concurrent_requests", limit, 1.0)
         asked = {"requests": 1, "tokens": tokens}
         for rate, bucket in client.buckets.items():
             if (wait_s := bucket.wait_s(asked[rate])) > 0:
-                return Refusal(f"{rate}_per_minute", bucket.per_minute, wait_s)
+                return LimitProblem(f"{rate}_per_minute", bucket.per_minute, wait_s)
         for rate, bucket in client.buckets.items():
             bucket.level -= asked[rate]
         client.running += 1
@@ -113,11 +113,11 @@ class ClientLimits:
         if bucket := client.buckets.get("tokens"):
             bucket.level = min(bucket.per_minute, bucket.level + max(0, charged - used))
 
-    def allowances(self, name: str, now_s: float) -> list[Allowance]:
-        """What is left to the client, as it may be told."""
+    def allowances(self, name: str, now_s: float) -> list[RateStatus]:
+        """Returns the rest of each rate of the client."""
         buckets = self._client(name, now_s).buckets
         return [
-            Allowance(rate, each.per_minute, max(0, int(each.level)), each.wait_s(each.per_minute))
+            RateStatus(rate, each.per_minute, max(0, int(each.level)), each.wait_s(each.per_minute))
             for rate, each in buckets.items()
         ]
 
@@ -135,8 +135,8 @@ class ClientLimits:
         return Client({rate: Bucket(limit, limit, now_s) for rate, limit in limits.items() if limit})
 
     def _forget(self, now_s: float) -> None:
-        """Those whose allowance is whole; and until a tenth is free, those who run nothing and asked longest ago, so
-        that a flood of addresses does not have all looked through for each."""
+        """Drops clients with a full allowance; then, until a tenth of the places is free, idle clients that asked
+        longest ago, so that a flood of addresses does not search all clients for each of them."""
         for client in self._clients.values():
             for bucket in client.buckets.values():
                 bucket.fill(now_s)

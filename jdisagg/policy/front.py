@@ -1,6 +1,6 @@
-"""What stands in the router's place in a process that only serves clients: it asks a router, and knows what was told.
+"""The actor of a process that only serves clients: it forwards requests to a router and streams the replies.
 
-Its book of what each client has been given is what makes streams outlive a router: the next one is asked for the rest.
+It remembers the tokens that each client has received, so that streams survive a router: the next one sends the rest.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from jdisagg.core.events import (
 from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Ask, Withdraw
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
-from jdisagg.policy.outbox import Outbox
+from jdisagg.policy.effect_buffer import EffectBuffer
 
 FAR_ROUTER = WorkerId("the router")  # of another process; here ROUTER is this
 GRACE_TIMER = "router"
 
 
 @dataclass(slots=True)
-class Asked:
-    """A client's request, and what its client was given."""
+class PendingRequest:
+    """A client's request, and the tokens that its client has received."""
 
     request: Request
     output: list[int] = field(default_factory=list[int])
-    resumed: bool = False  # a router that is gone had it
+    is_resumed: bool = False  # a router that is gone had it
 
 
-class Front:
-    """Takes `Submit` and `Cancel` of clients, `Told` by the router, and whether there is one."""
+class RouterClient:
+    """Forwards `Submit` and `Cancel` of clients to the router, and its replies (`Told`) to the clients."""
 
     def __init__(self, grace_s: float, retry_after_s: float = 1.0) -> None:
-        """`grace_s`: how long requests wait for a router once one is gone."""
+        """grace_s: seconds that requests wait for another router once theirs is gone."""
         self.grace_s, self.retry_after_s = grace_s, retry_after_s
-        self.out = Outbox()
-        self.rows: dict[RequestId, Asked] = {}
+        self.out = EffectBuffer()
+        self.rows: dict[RequestId, PendingRequest] = {}
         self.linked = False
-        self._until_s = 0.0  # that the rows wait for a router
-        self._alone = False  # for longer than that
+        self._until_s = 0.0  # how long the requests wait for a router
+        self._alone = False  # that time is over
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """What follows from the event at `now_s`, seconds of the driver's clock; effects are to happen in order."""
+        """Returns the effects of the event at `now_s`, seconds of the driver's clock, in the order to apply them."""
         match event:
             case Submit(request):
                 self._submit(request, now_s)
@@ -78,15 +78,15 @@ class Front:
         if self._alone:
             self.out.put(Reject(request.request_id, self.retry_after_s, "there is no router"))
             return
-        self.rows[request.request_id] = Asked(request)
+        self.rows[request.request_id] = PendingRequest(request)
         if self.linked:
             self._ask(self.rows[request.request_id])
         elif len(self.rows) == 1:
             self._wait(now_s)
 
-    def _ask(self, row: Asked) -> None:
-        self.out.send(FAR_ROUTER, Ask(row.request, tuple(row.output), row.resumed))
-        row.resumed = True
+    def _ask(self, row: PendingRequest) -> None:
+        self.out.send(FAR_ROUTER, Ask(row.request, tuple(row.output), row.is_resumed))
+        row.is_resumed = True
 
     def _cancel(self, request_id: RequestId, reason: FinishReason, now_s: float) -> None:
         if request_id not in self.rows:
@@ -97,7 +97,7 @@ class Front:
             self._end(request_id, reason, "cancelled", now_s)
 
     def _told(self, outcome: Outcome) -> None:
-        """In order, none twice and none missing, whatever a router says."""
+        """Passes tokens on in order, none twice; raises SenselessWord if the router skips one."""
         row = self.rows.get(outcome.request_id)
         if row is None:
             return  # it ended here meanwhile

@@ -40,12 +40,12 @@ from jdisagg.core.events import (
 from jdisagg.core.messages import Joined, StartPrefill
 from jdisagg.core.request import Request, RequestId, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.role_change import Standing
+from jdisagg.policy.worker.drain import WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What it decides by; seconds, and shares of one."""
+    """The thresholds of the scaler, in seconds and shares of one."""
 
     price_s: float = 10.0  # that a flip takes a worker away for: drained, cut anew, compiled, joined
     horizon_s: float = 300.0  # that a load is believed to last
@@ -168,7 +168,7 @@ Workers = Mapping[WorkerId, Standby]
 
 
 def pressure(load: Load, roles: list[Role], scaling: Scaling) -> float:
-    """Of the worse pool: 1 where as much of it is taken as may be; infinite where a phase has nobody."""
+    """Returns the load of the busier pool: 1 at its target; infinite if a phase has no worker."""
     prefills, decodes = (sum(SHARES[role][phase] for role in roles) for phase in (0, 1))
     if not (prefills and decodes):
         return math.inf
@@ -278,7 +278,7 @@ class Autoscaler:
         return Replicas(max(each.prefill for each in found), max(each.decode for each in found))
 
     def _want(self, load: Load, now_s: float) -> None:
-        """Those that no later one exceeds are kept, so that there are few."""
+        """Adds a value; only values that no later one exceeds are kept, so that there are few."""
         scaling = self.scaling
         counts = (load.prefill / scaling.prefill_busy, load.decode / scaling.decode_busy)
         wanted = Replicas(*(max(1, math.ceil(min(each, 1e9) - 1e-9)) for each in counts))
@@ -360,7 +360,7 @@ class Trend:
 
 @dataclass(slots=True)
 class Mean:
-    """Of amounts by weights, the latest counting most."""
+    """A decayed weighted mean, in which the latest value counts most."""
 
     amount: float = 0.0
     weight: float = 0.0
@@ -455,7 +455,7 @@ class Demand:
             self._leave(row, now_s, answered=True)
 
     def _leave(self, row: Asked, now_s: float, answered: bool = False) -> None:
-        """It is among its worker's prompts no more. The time since one left it last was of all of them."""
+        """Removes a prompt from its worker; the time since the last removal is shared by all its prompts."""
         busy = None if row.prefill is None else self._busy.get(row.prefill)
         if busy is None or row.request.request_id not in busy.prompts:
             return
@@ -475,7 +475,7 @@ class Demand:
     # ------------------------------------------------------------ what is predicted
 
     def load(self, now_s: float, ahead_s: float) -> Load | None:
-        """So far ahead; None before anything was measured."""
+        """Returns the load that far ahead; None before the first measurement."""
         prompt_s, decode_s = self.prompt_s.value, self.decode_s.value
         if prompt_s is None or decode_s is None:
             return None
@@ -499,7 +499,7 @@ class Demand:
 
 
 def _share(row: Asked, config: WorkerConfig) -> float:
-    """Of a decode worker that this request holds: of its pages or of its slots, whichever is more."""
+    """Returns the share of a decode worker that this request holds: of its pages or its slots, the larger one."""
     pages = config.pages_for(len(row.request.prompt) + row.told)
     return max(pages / config.num_pages, 1 / config.num_slots)
 
@@ -533,7 +533,7 @@ class RoleScaler:
         return self.demand.configs
 
     def observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
-        """Of the driver: an event or an effect."""
+        """Takes an event or an effect of the driver."""
         if actor != ROUTER:
             return
         self.demand.observe(actor, item, now_s)
@@ -550,7 +550,7 @@ class RoleScaler:
 
     def _stands(self, told: WorkerStands, now_s: float) -> None:
         """Each change that ends well tells what one costs: from being asked for to serving again."""
-        if told.standing and told.standing != Standing.SERVING:
+        if told.standing and told.standing != WorkerStatus.SERVING:
             self._away.setdefault(told.worker, now_s)
             return
         left_s = self._away.pop(told.worker, None)

@@ -23,7 +23,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Attempt
 from jdisagg.core.steps import StepPlan
 from jdisagg.core.worker_config import DRAFT_READS_LATELY, WorkerConfig
-from jdisagg.policy.decode_sequence import DecodeSequence
+from jdisagg.policy.worker.sequence import DecodeSequence
 
 THRESHOLD = 1.03  # tokens per second with drafts over those without, from which drafts are verified
 ALLOWED_LOSS = 0.015  # share of the time of plain steps that drafts may lose
@@ -67,7 +67,7 @@ class AcceptanceRate:
 
 
 class StepKind(NamedTuple):
-    """What the time of a decode step depends on."""
+    """The properties on which the time of a decode step depends."""
 
     drafts: int  # draft tokens per row, 0 for a plain step
     table_pages: int
@@ -168,8 +168,8 @@ def _usual(times: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class LossBudget:
-    """What drafts may still lose against plain steps, in plain steps. A verification step reserves its worst case at
-    dispatch, and settles what it gained or lost when it has ended."""
+    """The loss that drafts may still make against plain steps, in plain steps. A verification step reserves its worst
+    case at dispatch, and settles what it gained or lost when it has ended."""
 
     steps: float = FIRST_BUDGET
     limit: float = MAX_BUDGET
@@ -193,7 +193,7 @@ class LossBudget:
 
 @dataclass(slots=True, frozen=True)
 class ReadPlan:
-    """What a draft model reads in one step: anything at all, and the sequences that get no draft from it yet."""
+    """The reads of a draft model in one step: if there are any, and the sequences that get no draft from it yet."""
 
     reads: bool = False
     unguessed: frozenset[Attempt] = frozenset()

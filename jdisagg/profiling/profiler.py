@@ -33,7 +33,7 @@ from jdisagg.engine.programs import null_batch, run_null
 from jdisagg.engine.runner import Runner
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.deploy.assemble import assemble, router_config
 from jdisagg.serve.deploy.deployment import Deployment
 from jdisagg.serve.driver.local_service import LocalService

@@ -148,7 +148,7 @@ class Cluster(Simulation):
 
     def _note_pages(self, log: SpanLog, actor: WorkerId, event: Event) -> None:
         worker, size = self.workers[actor], self.workers[actor].config.page_size
-        pool, use = worker.pool, worker.shared.by_use()
+        pool, use = worker.shared.pool, worker.shared.by_use()
         log.held(actor, self.now_s, pool.num_pages - pool.free_pages, pool.num_pages)
         if not worker.config.prefix_caching:
             return

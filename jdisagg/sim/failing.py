@@ -18,7 +18,7 @@ from jdisagg.core.events import ROUTER, Event, TimerFired, WorkerJoined, WorkerL
 from jdisagg.core.request import WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.device import Device

@@ -22,9 +22,8 @@ from jdisagg.core.messages import Progress, StartPrefill
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.fast_forward import next_rows
-from jdisagg.policy.prefix_cache import NamedTokens, PageHash
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.cache.prefix_cache import NamedTokens, PageHash
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.sim.cost_models import CostModel, ManySteps
 from jdisagg.sim.device import TOKEN, Device, Flying, Span
 from jdisagg.sim.outcome import Lookups
@@ -122,7 +121,7 @@ class StepEnds:
         if quiet < WORTH:
             self.foreseen.pop(name, None)
         else:
-            seen = self.foreseen[name] = FastForward(device, cost, next_rows(worker.decode_side), quiet)
+            seen = self.foreseen[name] = FastForward(device, cost, worker.scheduler.next_round(), quiet)
             due_s = seen.next_s
         if self._due_s.get(name) == due_s:
             return None

@@ -44,7 +44,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.tiers import MovePages, PageMove, PagesMoved
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.sim.simulation import Simulation
 from jdisagg.sim.traces import Trace
 

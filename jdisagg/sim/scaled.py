@@ -27,15 +27,15 @@ from jdisagg.core.events import (
 )
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.role_change import Standing
 from jdisagg.policy.scaling import ALL_ROLES, LOOK_S, Flip, Load, RoleScaler, RolesOf, Scaling
+from jdisagg.policy.worker.drain import WorkerStatus
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.device import Device
 from jdisagg.sim.traces import Trace
 
 AUTOSCALER = WorkerId("autoscaler")
-ENDS = (Standing.LEAVING.value, Standing.SERVING.value)
+ENDS = (WorkerStatus.LEAVING.value, WorkerStatus.SERVING.value)
 
 
 @dataclass(frozen=True, slots=True)

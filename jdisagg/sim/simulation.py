@@ -43,7 +43,7 @@ from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.tiers import DropPages, InsertPages, MovePages, Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.policy.router.router import CAPACITY_TIMER, Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.sim.fast_forward import NamedPrompts, SimulatedSequence
 from jdisagg.sim.outcome import SLO, Record
 from jdisagg.sim.stops import STOP_TOKEN

@@ -15,7 +15,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.core.tiers import PageMove, PagesMoved, Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.prefix_cache import PageHash, unpacked
+from jdisagg.policy.cache.prefix_cache import PageHash, unpacked
 from jdisagg.sim.hardware import Hardware
 
 BELOW = (Tier.DRAM, Tier.DISK, Tier.POOL, Tier.PEER)  # the last one is another worker, over the network

@@ -16,7 +16,7 @@ from jdisagg.core.worker_config import Role
 from jdisagg.engine.toy import ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.driver.local_service import LocalService
 from tests.serve.live_toy import MAX_LEN, PAGE_BYTES, PAGE_SIZE, worker_config
 from tests.serve.scripted import FIXTURE

@@ -29,7 +29,7 @@ from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource, Source
 from jdisagg.parallel.submesh import Device
-from jdisagg.policy.parts import Piece, pieces
+from jdisagg.policy.worker.kv_sender import KVChunk, cut_chunks
 from tests.steps import decode_plan, prefill_plan
 
 CONFIG = ModelConfig("llama", 97, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
@@ -170,7 +170,7 @@ def prefill_and_ship(
         assert plan.prefill is not None
         for chunk in plan.prefill.chunks:
             index, end = int(chunk.request_id), chunk.start + len(chunk.tokens)
-            for piece in pieces(mode, config, sent[index], end, len(prompts[index])):
+            for piece in cut_chunks(mode, config, sent[index], end, len(prompts[index])):
                 cut.append(part_of(transfer(source, destination, index, len(prompts[index])), piece))
                 sent[index] = piece.stop
         cut.sort(key=last_layer, reverse=True)
@@ -187,7 +187,7 @@ def prefill_and_ship(
     return first_tokens([each.read() for each in pending])
 
 
-def part_of(whole: KVTransfer, piece: Piece) -> KVTransfer:
+def part_of(whole: KVTransfer, piece: KVChunk) -> KVTransfer:
     pages = slice(piece.start, piece.stop)
     return replace(
         whole,

@@ -23,7 +23,7 @@ from jdisagg.engine.programs import abstract_table
 from jdisagg.model.sources import RandomSource
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.driver.local_service import LocalService
 from tests.engine.evens import Evens
 from tests.engine.stacks import CONFIG, GREEDY, HALVES

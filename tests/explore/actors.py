@@ -19,13 +19,13 @@ from jdisagg.core.messages import AbortAck
 from jdisagg.core.request import Attempt, Phase, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Stages, WorkerConfig
-from jdisagg.policy.handoff import WAITS, State, Timer, timer_of
-from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.page_pool import PagePool, PageState
+from jdisagg.policy.cache.page_pool import PagePool, PageState
+from jdisagg.policy.effect_buffer import EffectBuffer
 from jdisagg.policy.router.membership import LEAVE_TIMER
 from jdisagg.policy.router.router import CAPACITY_TIMER, Router
-from jdisagg.policy.turns import TurnTimes
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.handoff import WAITS, State, Timer, timer_of
+from jdisagg.policy.worker.slots import TurnTimes
+from jdisagg.policy.worker.worker import Worker
 from tests.explore.device import Violation, need
 from tests.explore.shapes import Shape, shape_of
 
@@ -55,7 +55,7 @@ class Handed:
 class NotedPool(PagePool):
     """Says what it does; the lowest free page is taken first."""
 
-    out: Outbox
+    out: EffectBuffer
 
     def take(self, count: int, owner: Attempt, state: PageState) -> tuple[int, ...] | None:
         pages = super().take(count, owner, state)
@@ -80,9 +80,9 @@ class NotedPool(PagePool):
 
 def new_worker(config: WorkerConfig) -> Worker:
     worker = Worker(config)
-    worker.decode_side.turn_times = TurnTimes(replace(config, decode=Stages(1, 1)))  # all turns are within the gap
-    worker.pool.__class__ = NotedPool
-    worker.pool.out = worker.out  # type: ignore[attr-defined]
+    worker.decode.turn_times = TurnTimes(replace(config, decode=Stages(1, 1)))  # all turns are within the gap
+    worker.shared.pool.__class__ = NotedPool
+    worker.shared.pool.out = worker.out  # type: ignore[attr-defined]
     worker.tiers.steps = None  # what computing costs is never learnt: whatever can be fetched is
     return worker
 
@@ -180,7 +180,7 @@ def check_acknowledged(worker: Worker, effects: Sequence[Effect]) -> None:
     for effect in effects:
         if isinstance(effect, Send) and isinstance(effect.message, AbortAck):
             owner = effect.message.attempt
-            held = owner in worker.prefill_side.sequences or owner in worker.decode_side.sequences
+            held = owner in worker.prefill.sequences or owner in worker.decode.sequences
             need(not held, f"{worker.config.worker} acknowledges the abort of {owner} and still holds it")
 
 
@@ -192,10 +192,10 @@ def notes_of(actor: Actor) -> Notes:
         return Notes(_router_holds(actor), tuple(_router_waits(actor)), frozenset(), frozenset(), tuple(decoding))
     unfilled = [
         owner
-        for owner, reservation in actor.decode_side.sequences.items()
+        for owner, reservation in actor.decode.sequences.items()
         if reservation.handoff.state is not State.ADMITTED
     ]
-    prompts = frozenset(actor.prefill_side.sequences)
+    prompts = frozenset(actor.prefill.sequences)
     return Notes(_worker_holds(actor), tuple(_worker_waits(actor)), frozenset(unfilled), prompts, ())
 
 
@@ -216,24 +216,24 @@ def _router_waits(router: Router) -> Iterator[tuple[str, float]]:
 def _worker_holds(worker: Worker) -> str:
     held = [
         f"{owner.request_id}#{owner.epoch} {reservation.handoff.state}"
-        for owner, reservation in worker.decode_side.sequences.items()
+        for owner, reservation in worker.decode.sequences.items()
     ]
-    prompts = worker.prefill_side.sequences.items()
+    prompts = worker.prefill.sequences.items()
     held += [f"{owner.request_id}#{owner.epoch} {prompt.handoff.state}" for owner, prompt in prompts]
     pages = worker.config.num_pages - worker.shared.available
     return "" if worker.idle and not pages else f"{', '.join(held) or 'no sequence'}, {pages} pages"
 
 
 def _worker_waits(worker: Worker) -> Iterator[tuple[str, float]]:
-    for each in (*worker.decode_side.sequences.values(), *worker.prefill_side.sequences.values()):
+    for each in (*worker.decode.sequences.values(), *worker.prefill.sequences.values()):
         wait = WAITS.get((each.handoff.end, each.handoff.state))
         if wait is not None and wait.owner != "router":
             yield each.handoff.timer, each.handoff.deadline_s
-    for owner, reservation in worker.decode_side.sequences.items():
+    for owner, reservation in worker.decode.sequences.items():
         if reservation.handoff.state is State.COMMITTED:
             yield timer_of(Timer.PARTS, owner), math.inf
     for fetch in worker.tiers.fetches.under_way.values():
         yield timer_of(Timer.FETCH, fetch.owner), fetch.deadline_s
-    for owner, prompt in worker.prefill_side.sequences.items():
+    for owner, prompt in worker.prefill.sequences.items():
         if prompt.decode_worker != worker.config.worker:
             yield timer_of(Timer.RENEW, owner), math.inf

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.core.tiers import PageMove, PagesMoved, Tier
-from jdisagg.policy.prefix_cache import unpacked
-from jdisagg.policy.shared_pages import KEEPER
+from jdisagg.policy.cache.page_pool import KEEPER
+from jdisagg.policy.cache.prefix_cache import unpacked
 from tests.explore.device import Content, Device, Machine, name, need
 
 

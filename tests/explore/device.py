@@ -17,7 +17,7 @@ from jdisagg.core.request import Attempt, Request, RequestId, Sampled
 from jdisagg.core.steps import Admission, DecodeRows, Gate, KVTransfer, PrefillChunk, StepPlan
 from jdisagg.core.tiers import PageMove, Tier
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.shared_pages import KEEPER
+from jdisagg.policy.cache.page_pool import KEEPER
 
 
 class Violation(Exception):

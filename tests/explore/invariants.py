@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from jdisagg.core.request import FinishReason, WorkerId
-from jdisagg.policy.shared_pages import KEEPER
+from jdisagg.policy.cache.page_pool import KEEPER
 from tests.explore.device import Violation, need
 from tests.explore.world import GONE, RUNNING, UNSENT, State, World
 

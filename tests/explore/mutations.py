@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from jdisagg.core.events import Effect, Event, InsertKV, KVArrived, OpenGates, Received, RunStep, Send, SetTimer
 from jdisagg.core.messages import Abort, AbortAck, Ack, Commit, Refused, Renew, Resend, Reserved
 from jdisagg.core.request import Attempt
-from jdisagg.policy.handoff import TABLE
 from jdisagg.policy.router.request_state import Waiting
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.handoff import TABLE
+from jdisagg.policy.worker.worker import Worker
 from tests.explore.actors import Actor, ActorPatch
 
 
@@ -64,7 +64,7 @@ def in_state(*states: str) -> Callable[[Actor, str], bool]:
     def when(actor: Actor, key: str) -> bool:
         assert isinstance(actor, Worker)
         return any(
-            each.handoff.timer == key and each.handoff.state in states for each in actor.prefill_side.sequences.values()
+            each.handoff.timer == key and each.handoff.state in states for each in actor.prefill.sequences.values()
         )
 
     return when
@@ -124,7 +124,7 @@ def _of_present(actor: Actor, word: Any) -> Any:
 def _attempts(actor: Actor) -> list[Attempt]:
     if isinstance(actor, Router):
         return [row.attempt for row in actor.rows.values() if row.epoch]
-    return [*actor.decode_side.sequences, *actor.prefill_side.sequences]
+    return [*actor.decode.sequences, *actor.prefill.sequences]
 
 
 def fences() -> Iterator[Mutation]:

@@ -17,11 +17,11 @@ from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import Attempt, Request, Sampled, SamplingParams
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.planning import Order
+from jdisagg.policy.effect_buffer import EffectBuffer
+from jdisagg.policy.request_size import OrderKey
 from jdisagg.policy.router.router import Router
 
-CONSTANTS = (bool, bytes, Request, SamplingParams, Sampled, Order, RouterConfig, WorkerConfig, Enum)
+CONSTANTS = (bool, bytes, Request, SamplingParams, Sampled, OrderKey, RouterConfig, WorkerConfig, Enum)
 LEFT_OUT = frozenset(
     {
         "detail",  # words for people
@@ -34,11 +34,11 @@ LEFT_OUT = frozenset(
         "_counts",  # a sum of what `_owners` says
         "new_step_id",  # a view of the counter
         "_steady",  # rows as they would be formed anyway
-        "repeats",  # so
-        "_looked",  # so
-        "quiet",  # of the step that ended in this very event
+        "is_repeating",  # so
+        "_has_formed",  # so
+        "is_quiet",  # of the step that ended in this very event
         "seatings",  # changes of who sits where: only compared with what `_steady` knows
-        "_moment",  # so
+        "_snapshot",  # so
         "turn_times",  # never told of a step here, so that all turns are within the gap
         "note",  # where decisions are told, for people
         "wait_told",  # whether they were
@@ -139,7 +139,7 @@ class _Walk:
         if isinstance(value, itertools.count):
             self.counters.append(int(repr(value)[6:-1]))  # count(7)
             return "count"
-        if isinstance(value, Ledger | Outbox):
+        if isinstance(value, Ledger | EffectBuffer):
             return type(value).__name__
         if id(value) in self._seen:
             return ("again", self._seen[id(value)])

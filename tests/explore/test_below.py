@@ -10,7 +10,7 @@ from jdisagg.core.request import RequestId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.tiers import InsertPages
 from jdisagg.core.worker_config import Role, TransferMode
-from jdisagg.policy.fetches import Fetches
+from jdisagg.policy.cache.fetch import Fetches
 from tests.explore.scenes import ROUTER, Scene, colocated, request, scene, twins, worker
 from tests.explore.search import Found, explore
 from tests.explore.steps import follow

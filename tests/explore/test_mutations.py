@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.policy import handoff
+from jdisagg.policy.worker import handoff
 from tests.explore.mutations import Mutation, every
 from tests.explore.scenes import Scene, colocated, disaggregated, request
 from tests.explore.search import explore

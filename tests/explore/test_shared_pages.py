@@ -6,9 +6,10 @@ import pytest
 
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.policy import decode_side, shared_pages
-from jdisagg.policy.prefix_cache import Handle
-from jdisagg.policy.shared_pages import SharedPages
+from jdisagg.policy.cache import page_pool
+from jdisagg.policy.cache.page_pool import SharedPages
+from jdisagg.policy.cache.prefix_cache import LockedPages
+from jdisagg.policy.worker import decode
 from tests.explore.scenes import ROUTER, Scene, colocated, disaggregated, request, twins
 from tests.explore.search import explore
 from tests.explore.test_explore import endings, whole
@@ -77,20 +78,18 @@ def test_pages_that_nobody_locks_could_go_while_they_are_read(monkeypatch):
     assert broken(THREE)
 
 
-def _unlocked(shared: SharedPages, names: tuple[int, ...]) -> Handle:
+def _unlocked(shared: SharedPages, names: tuple[int, ...]) -> LockedPages:
     cache = shared.cache
-    return Handle((), tuple(cache._nodes[name].page for name in names[: cache.match(names)]))
+    return LockedPages((), tuple(cache._nodes[name].page for name in names[: cache.match(names)]))
 
 
 def test_the_last_page_of_a_prompt_that_is_computed_here_must_be_its_own(monkeypatch):
-    monkeypatch.setattr(
-        shared_pages, "readable_pages", lambda request, config: request.prompt_tokens // config.page_size
-    )
+    monkeypatch.setattr(page_pool, "readable_pages", lambda request, config: request.prompt_tokens // config.page_size)
     scene = colocated(2, 1, requests=twins(2, 4), num_pages=4, **KEPT)
     assert broken(scene)
 
 
 def test_kv_that_never_was_whole_must_not_be_kept(monkeypatch):
-    keep = decode_side.DecodeSide._give_back
-    monkeypatch.setattr(decode_side.DecodeSide, "_give_back", lambda self, each, good: keep(self, each, good=True))
+    keep = decode.DecodePhase._release_pages
+    monkeypatch.setattr(decode.DecodePhase, "_release_pages", lambda self, each, good: keep(self, each, good=True))
     assert broken(PAIR.but(cancel=1)) or broken(PAIR.but(fail=1))

@@ -36,7 +36,7 @@ from jdisagg.engine.toy import ToyExecutor
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.policy.router.request_state import reserve_for
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.kv_notices import PeerRecord, RemoteKV, records

@@ -28,10 +28,10 @@ from jdisagg.core.request import Attempt, Request, RequestId, Sampled, WorkerId
 from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyShipment
-from jdisagg.policy.planning import tail_tokens
-from jdisagg.policy.prefix_cache import page_hashes
+from jdisagg.policy.cache.prefix_cache import page_hashes
+from jdisagg.policy.request_size import tail_tokens
 from jdisagg.policy.router.request_state import reserve_for
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from tests.sim.cases import definition
 from tests.steps import decode_runs, prefill_runs
 
@@ -188,7 +188,7 @@ class Bench(Unheeded):
 
     @property
     def free_pages(self) -> int:
-        return self.worker.pool.free_pages
+        return self.worker.shared.pool.free_pages
 
     def transfer(self, request: Request, part: int = 0, num_parts: int = 1) -> KVTransfer:
         name = request.request_id

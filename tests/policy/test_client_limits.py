@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jdisagg.policy.client_limits import ClientLimits, Rates, Refusal
+from jdisagg.policy.client_limits import ClientLimits, LimitProblem, Rates
 
 
 def test_a_minutes_requests_may_come_at_once_and_the_next_one_when_its_share_of_the_minute_has_passed():
     limits = ClientLimits(Rates(requests_per_minute=6))
     assert [limits.admit("ann", 1, 0.0) for _ in range(6)] == [None] * 6
-    assert limits.admit("ann", 1, 0.0) == Refusal("requests_per_minute", 6, 10.0)
-    assert limits.admit("ann", 1, 9.0) == Refusal("requests_per_minute", 6, 1.0)
+    assert limits.admit("ann", 1, 0.0) == LimitProblem("requests_per_minute", 6, 10.0)
+    assert limits.admit("ann", 1, 9.0) == LimitProblem("requests_per_minute", 6, 1.0)
     assert limits.admit("ann", 1, 10.0) is None
 
 
@@ -24,7 +24,7 @@ def test_clients_do_not_share_an_allowance():
 def test_tokens_that_an_answer_did_not_need_are_given_back():
     limits = ClientLimits(Rates(tokens_per_minute=100))
     assert limits.admit("ann", 80, 0.0) is None
-    assert limits.admit("ann", 80, 0.0) == Refusal("tokens_per_minute", 100, 36.0)
+    assert limits.admit("ann", 80, 0.0) == LimitProblem("tokens_per_minute", 100, 36.0)
     limits.settle("ann", 80, 20, 0.0)
     assert limits.admit("ann", 80, 0.0) is None
 
@@ -32,21 +32,21 @@ def test_tokens_that_an_answer_did_not_need_are_given_back():
 def test_a_request_over_a_whole_minutes_tokens_is_taken_when_all_are_there_and_leaves_a_debt():
     limits = ClientLimits(Rates(tokens_per_minute=60))
     assert limits.admit("ann", 1, 0.0) is None
-    assert limits.admit("ann", 120, 0.0) == Refusal("tokens_per_minute", 60, 1.0)
+    assert limits.admit("ann", 120, 0.0) == LimitProblem("tokens_per_minute", 60, 1.0)
     assert limits.admit("ann", 120, 1.0) is None
-    assert limits.admit("ann", 1, 1.0) == Refusal("tokens_per_minute", 60, 61.0)
+    assert limits.admit("ann", 1, 1.0) == LimitProblem("tokens_per_minute", 60, 61.0)
 
 
 def test_a_refused_request_costs_nothing():
     limits = ClientLimits(Rates(requests_per_minute=2, tokens_per_minute=10))
     assert limits.admit("ann", 10, 0.0) is None
-    assert isinstance(limits.admit("ann", 10, 0.0), Refusal)
+    assert isinstance(limits.admit("ann", 10, 0.0), LimitProblem)
     assert [each.remaining for each in limits.allowances("ann", 0.0)] == [1, 0]
 
 
 def test_requests_at_once_are_counted_until_they_end():
     limits = ClientLimits(Rates(concurrent_requests=2))
-    assert [limits.admit("ann", 5, 0.0) for _ in range(3)] == [None, None, Refusal("concurrent_requests", 2, 1.0)]
+    assert [limits.admit("ann", 5, 0.0) for _ in range(3)] == [None, None, LimitProblem("concurrent_requests", 2, 1.0)]
     limits.settle("ann", 5, 5, 0.0)
     assert limits.admit("ann", 5, 0.0) is None
 
@@ -66,7 +66,7 @@ def test_no_more_clients_are_remembered_than_may_be_and_those_that_run_something
         limits.admit(f"stranger-{number}", 1, 0.0)
         limits.settle(f"stranger-{number}", 1, 1, 0.0)
         assert len(limits._clients) <= 3
-    assert limits.admit("ann", 1, 0.0) == Refusal("concurrent_requests", 1, 1.0)
+    assert limits.admit("ann", 1, 0.0) == LimitProblem("concurrent_requests", 1, 1.0)
 
 
 def test_a_flood_of_addresses_has_the_book_looked_through_once_for_many_of_them():

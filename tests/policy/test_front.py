@@ -25,7 +25,7 @@ from jdisagg.core.events import (
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.messages import Ask, TokenDelta, Withdraw
 from jdisagg.core.request import Attempt, FinishReason, RequestId, Sampled, WorkerId
-from jdisagg.policy.front import FAR_ROUTER, GRACE_TIMER, Front
+from jdisagg.policy.front import FAR_ROUTER, GRACE_TIMER, RouterClient
 from tests.sim.cases import request
 
 A, D = RequestId("a"), WorkerId("decode-0")
@@ -36,7 +36,7 @@ class Book:
     """Speaks to one front as its clients, its router and its clock."""
 
     def __init__(self, *, linked: bool = True) -> None:
-        self.front, self.now_s, self.effects = Front(grace_s=10.0), 0.0, list[Any]()
+        self.front, self.now_s, self.effects = RouterClient(grace_s=10.0), 0.0, list[Any]()
         self.timers: dict[str, float] = {}
         if linked:
             self.take(RouterFound())

@@ -18,7 +18,6 @@ from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.request import Attempt, RequestId, SamplingParams
 from jdisagg.core.steps import DecodeRows, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import DRAFT_READS_LATELY
-from jdisagg.policy.decode_sequence import DecodeSequence
 from jdisagg.policy.speculation import (
     ALLOWED_LOSS,
     FIRST_BUDGET,
@@ -40,6 +39,7 @@ from jdisagg.policy.speculation import (
     draft_kv_cost,
     expected_tokens,
 )
+from jdisagg.policy.worker.sequence import DecodeSequence
 from jdisagg.sim.hardware import model_of
 
 PLAIN_S = 0.01

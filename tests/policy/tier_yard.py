@@ -10,7 +10,7 @@ import numpy as np
 from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.core.tiers import PageMove, PagesMoved, Tier
 from jdisagg.engine.toy import ToyExecutor, ToyShipment
-from jdisagg.policy.prefix_cache import unpacked
+from jdisagg.policy.cache.prefix_cache import unpacked
 
 MOVE_S = {Tier.DRAM: (1e-4, 1e-5), Tier.DISK: (1e-3, 1e-4), Tier.POOL: (2e-3, 2e-4), Tier.PEER: (1e-3, 1e-4)}
 Place = tuple[str, Tier, int]  # worker ("" for the pool), tier, page number or name

@@ -19,7 +19,7 @@ from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.steps import KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.prefix_cache import PrefixCache
+from jdisagg.policy.cache.prefix_cache import PrefixCache
 from jdisagg.policy.router.routing import (
     Candidate,
     CostForecast,

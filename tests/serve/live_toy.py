@@ -21,7 +21,7 @@ from jdisagg.engine.toy import ToyExecutor
 from jdisagg.kv.tiers.stores import DramStore
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.deploy.pools import place_of
 from jdisagg.serve.driver.driver import Observer
 from jdisagg.serve.driver.kv_moves import WorkerStores

@@ -22,7 +22,7 @@ from jdisagg.engine.executor import Executor, GroupDone
 from jdisagg.engine.toy import ToyExecutor, ToyShipment, toy_output
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.driver.driver import Actor
 from jdisagg.serve.driver.local_service import LocalService
 from jdisagg.serve.driver.service import Draining

@@ -14,7 +14,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.events import Finish
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.request import FinishReason, Request, RequestId
-from jdisagg.policy.client_limits import Refusal
+from jdisagg.policy.client_limits import LimitProblem
 from jdisagg.serve.driver.local_service import AnswerFailed, GrammarEnded
 from jdisagg.serve.driver.service import Draining, ObjectiveUnmet, Rejected
 from jdisagg.serve.frontends.adapters import NoSuchAdapter
@@ -48,7 +48,7 @@ ERRORS: list[tuple[Exception, int, Code]] = [
     (NoSuchAdapter("no such adapter"), 404, Code.NOT_FOUND),
     (ended(FinishReason.TIMEOUT), 408, Code.DEADLINE_EXCEEDED),
     (BodyTooLarge("the body is large"), 413, Code.INVALID_ARGUMENT),
-    (RateLimited(Refusal("requests", 1, 1.5), ()), 429, Code.RESOURCE_EXHAUSTED),
+    (RateLimited(LimitProblem("requests", 1, 1.5), ()), 429, Code.RESOURCE_EXHAUSTED),
     (ObjectiveUnmet("it would be late", 1.5), 429, Code.RESOURCE_EXHAUSTED),
     (Rejected("the queue is full", 1.5), 429, Code.RESOURCE_EXHAUSTED),
     (ended(FinishReason.ERROR), 500, Code.INTERNAL),

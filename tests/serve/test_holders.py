@@ -11,9 +11,9 @@ from jdisagg.core.messages import CacheHeld, Priced
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.prefix_cache import packed, page_hashes
+from jdisagg.policy.cache.prefix_cache import packed, page_hashes
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.observability.cluster_view import holders_of
 from tests.sim.cases import worker
 

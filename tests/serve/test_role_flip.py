@@ -16,7 +16,7 @@ from jdisagg.core.journal import read_lines
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from jdisagg.engine import mesh_executor
-from jdisagg.policy.role_change import Standing
+from jdisagg.policy.worker.drain import WorkerStatus
 from tests.fixtures import conformance
 from tests.serve.live_http import eventually
 
@@ -76,7 +76,7 @@ def flip(llm: jdisagg.LLM, worker: str, role: Role, mesh: str, drain_s: float = 
     driver.post(ROUTER, ChangeRole(name, 1 << 20, config, drain_s))
     router = driver.actors[ROUTER]
     eventually(
-        lambda: router.peers[name].config == config and router.members.standing_of(name) is Standing.SERVING, 240
+        lambda: router.peers[name].config == config and router.members.standing_of(name) is WorkerStatus.SERVING, 240
     )
 
 

@@ -11,7 +11,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.tiers import Tier
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.deploy.deployment import resolve_deployment, shapes_of
 from tests.fixtures import conformance
 from tests.kv.tiers.valkey import Valkey

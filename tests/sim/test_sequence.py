@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdisagg.policy.prefix_cache import page_hashes
+from jdisagg.policy.cache.prefix_cache import page_hashes
 from jdisagg.sim.fast_forward import NamedPrompts, SimulatedSequence
 
 BLOCK = 12

@@ -18,7 +18,7 @@ from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.tiers import PageMove, Tier
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.prefix_cache import packed
+from jdisagg.policy.cache.prefix_cache import packed
 from jdisagg.sim.cluster import PATIENT
 from jdisagg.sim.cluster_spec import (
     by_roofline,

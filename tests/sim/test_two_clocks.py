@@ -32,7 +32,7 @@ from jdisagg.core.worker_config import Stages, TransferMode, WorkerConfig
 from jdisagg.engine.toy import VOCAB, ToyExecutor
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.deploy.assemble import build
 from jdisagg.serve.deploy.deployment import resolve_deployment
 from jdisagg.serve.driver.local_service import LocalService

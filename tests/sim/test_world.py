@@ -61,7 +61,7 @@ def test_a_stop_at_the_first_token_gives_the_reserved_reservation_back():
     world, each = World(pair()), stopping("first", after=1)
     run_all(world, [each])
     assert not sent(world, Commit) and len(sent(world, Abort)) == 1
-    assert world.workers[WorkerId("decode-0")].pool.free_pages == 64
+    assert world.workers[WorkerId("decode-0")].shared.pool.free_pages == 64
 
 
 @both_layouts

@@ -47,7 +47,7 @@ from jdisagg.engine.executor import PendingStep
 from jdisagg.engine.runner import HeldStep
 from jdisagg.engine.toy import ToyExecutor, ToyFault, ToyShipment
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from tests.policy.tier_yard import TierYard
 from tests.sim.costs import Costs
 from tests.sim.fault_injector import FaultInjector, Faults

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.role_change import phases_of
 from jdisagg.policy.router.estimates import Forecasts, crowd
 from jdisagg.policy.router.request_state import RequestState
 from jdisagg.policy.router.worker_view import WorkerState
+from jdisagg.policy.worker.drain import phases_of
 
 ByRole = Mapping[Role, Sequence[WorkerState]]  # every worker, in the router's order: no request may ask all of many
 

@@ -15,12 +15,12 @@ from jdisagg.core.messages import Abort, Adopt, Joined, Kept, Leave, Left
 from jdisagg.core.request import Attempt, FinishReason, Phase, RequestId, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.role_change import RoleChange, Signal, Standing, why_not
 from jdisagg.policy.router.admission import could_ever_serve, may_be_served, why_never
 from jdisagg.policy.router.decisions import Verdict
 from jdisagg.policy.router.request_state import Failure, FailureKind, RequestState, Waiting
 from jdisagg.policy.router.requests import RequestTable
 from jdisagg.policy.router.worker_view import WorkerState
+from jdisagg.policy.worker.drain import DrainSignal, RoleTransition, WorkerStatus, why_not
 
 LEAVE_TIMER = "leave"
 
@@ -31,18 +31,18 @@ class Membership:
     def __init__(self, requests: RequestTable, first_life: int) -> None:
         self.requests, self.config, self.out = requests, requests.config, requests.out
         self.peers, self.routes = requests.peers, requests.routes
-        self.changes: dict[WorkerId, RoleChange] = {}
+        self.changes: dict[WorkerId, RoleTransition] = {}
         self._lives = count(first_life)
 
     def number_changes_from(self, first_life: int) -> None:
         """Numbers the next role changes from `first_life` on."""
         self._lives = count(first_life)
 
-    def standing_of(self, worker: WorkerId) -> Standing:
+    def standing_of(self, worker: WorkerId) -> WorkerStatus:
         change = self.changes.get(worker)
         if change is not None:
             return change.standing
-        return Standing.LEAVING if self.peers[worker].leaving else Standing.SERVING
+        return WorkerStatus.LEAVING if self.peers[worker].leaving else WorkerStatus.SERVING
 
     # ------------------------------------------------------------ coming and going
 
@@ -103,19 +103,19 @@ class Membership:
             self._tell(worker, event.number, refused)
             return
         change = self.changes.get(worker)
-        standing = Standing.SERVING if change is None else change.standing
-        change = RoleChange(event.number, next(self._lives), event.config, now_s + event.drain_s, standing)
+        standing = WorkerStatus.SERVING if change is None else change.standing
+        change = RoleTransition(event.number, next(self._lives), event.config, now_s + event.drain_s, standing)
         self.changes[worker] = change
         self.peers[worker].leaving = True
         self.routes.joined()
-        change.take(Signal.LEAVE)
+        change.take(DrainSignal.LEAVE)
         self._tell(worker, event.number)
         self.timer(worker, now_s)
 
     def timer(self, worker: WorkerId, now_s: float) -> None:
         """Resends `Leave`; after the drain deadline, moves the worker's requests to other workers."""
         change = self.changes.get(worker)
-        if change is None or change.standing is Standing.DRAINED:
+        if change is None or change.standing is WorkerStatus.DRAINED:
             return
         if now_s >= change.recall_s:
             self._recall_all(worker, now_s)
@@ -125,15 +125,15 @@ class Membership:
 
     def left(self, sender: WorkerId, message: Left, now_s: float) -> None:
         change = self.changes.get(sender)
-        if change is None or change.life != message.life or change.standing is not Standing.LEAVING:
+        if change is None or change.life != message.life or change.standing is not WorkerStatus.LEAVING:
             return
-        change.take(Signal.EMPTY)
+        change.take(DrainSignal.EMPTY)
         for row in list(self.requests.rows.values()):
             if row.prefill == sender and row.phase in (Phase.QUEUED, Phase.PREFILLING):
                 self.requests.move(row, f"worker {sender} leaves", now_s)  # it had not come to it yet
         self._tell(sender, change.number)
         if change.target is not None:
-            change.take(Signal.CHANGE)
+            change.take(DrainSignal.CHANGE)
             self._tell(sender, change.number)
 
     def joined(self, sender: WorkerId, message: Joined, now_s: float) -> None:

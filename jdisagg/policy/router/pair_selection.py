@@ -15,10 +15,9 @@ from jdisagg.core.messages import Holder
 from jdisagg.core.request import Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.holdings import Holdings
-from jdisagg.policy.planning import readable_pages
-from jdisagg.policy.prefix_cache import PageHash
-from jdisagg.policy.prefix_index import PrefixIndex
+from jdisagg.policy.cache.directory import PrefixIndex, TierDirectory
+from jdisagg.policy.cache.prefix_cache import PageHash
+from jdisagg.policy.request_size import readable_pages
 from jdisagg.policy.router.decisions import Decision, Verdict
 from jdisagg.policy.router.estimates import Forecasts, Pace
 from jdisagg.policy.router.request_state import RequestState
@@ -122,7 +121,7 @@ class PairSelection:
         self, config: RouterConfig, peers: Mapping[WorkerId, WorkerState], note: Callable[[Decision], None]
     ) -> None:
         self.config, self.peers, self.note = config, peers, note
-        self.kept, self.pace = Holdings(), Pace()
+        self.kept, self.pace = TierDirectory(), Pace()
         self.directory = self.kept.hbm
         self.forecasts = Forecasts(peers, self.pace, config.short_token_weight)
         self._turn = 0  # of round robin

@@ -29,9 +29,9 @@ from jdisagg.core.request import (
 )
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.planning import Order, tail_tokens
-from jdisagg.policy.prefix_cache import PageHash, more_page_hashes, packed
+from jdisagg.policy.cache.prefix_cache import PageHash, more_page_hashes, packed
+from jdisagg.policy.effect_buffer import EffectBuffer
+from jdisagg.policy.request_size import OrderKey, tail_tokens
 
 
 class FailureKind(StrEnum):
@@ -137,7 +137,7 @@ FAILURE_OF_WAIT = MappingProxyType(
 @dataclass(slots=True, eq=False)
 class RequestState:
     request: Request
-    order: Order
+    order: OrderKey
     ledger: Ledger
     queue_deadline_s: float  # of its last wait in the queue, refusals and all
     deadline_s: float = 0.0  # of the present wait
@@ -241,7 +241,7 @@ class RequestState:
         return Finish(self.request_id, reason, self.ledger, self.prefill, self.decode, detail)
 
 
-def set_deadline(out: Outbox, row: RequestState, waiting: Waiting, deadline_s: float) -> None:
+def set_deadline(out: EffectBuffer, row: RequestState, waiting: Waiting, deadline_s: float) -> None:
     """Sets what the request waits for, until when.
 
     The request's one timer moves only to an earlier time; a later deadline is found when the timer fires.
@@ -252,7 +252,7 @@ def set_deadline(out: Outbox, row: RequestState, waiting: Waiting, deadline_s: f
         out.put(SetTimer(deadline_s, f"row/{row.request_id}"))
 
 
-def check_deadline(out: Outbox, row: RequestState, now_s: float) -> bool:
+def check_deadline(out: EffectBuffer, row: RequestState, now_s: float) -> bool:
     """Returns True if the deadline has come when the timer fires; if it was moved, the timer is set again."""
     if row.armed_s is not None and now_s < row.armed_s:
         return False  # of an earlier request with this id

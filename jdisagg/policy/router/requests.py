@@ -10,8 +10,8 @@ from jdisagg.core.ledger import Mark
 from jdisagg.core.messages import Abort, Ended, Preempted, Progress, Refused, Reserved, TokenDelta
 from jdisagg.core.request import Attempt, FinishReason, Phase, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
-from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.planning import readable_pages
+from jdisagg.policy.effect_buffer import EffectBuffer
+from jdisagg.policy.request_size import readable_pages
 from jdisagg.policy.router.admission import EarlyRejection, SloMiss, retry_after_s
 from jdisagg.policy.router.pair_selection import PairSelection
 from jdisagg.policy.router.request_state import (
@@ -30,7 +30,7 @@ from jdisagg.policy.router.worker_view import WorkerState
 
 
 class Aborts:
-    def __init__(self, out: Outbox, timeout_s: float, tries: int) -> None:
+    def __init__(self, out: EffectBuffer, timeout_s: float, tries: int) -> None:
         self.out, self.timeout_s, self.tries = out, timeout_s, tries
         self._open: dict[str, tuple[WorkerId, Abort, int]] = {}  # by timer key: to whom, what, times sent
 
@@ -67,7 +67,7 @@ class RequestTable:
     """Every request that runs or waits. `peers` are the router's views of its workers."""
 
     def __init__(
-        self, config: RouterConfig, peers: dict[WorkerId, WorkerState], routes: PairSelection, out: Outbox
+        self, config: RouterConfig, peers: dict[WorkerId, WorkerState], routes: PairSelection, out: EffectBuffer
     ) -> None:
         self.config, self.peers, self.routes, self.out = config, peers, routes, out
         self.rows: dict[RequestId, RequestState] = {}

@@ -49,8 +49,8 @@ from jdisagg.core.messages import (
 from jdisagg.core.request import FinishReason, Request, RequestId, WorkerId
 from jdisagg.core.router_config import RouterConfig
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.outbox import Outbox
-from jdisagg.policy.planning import order_of
+from jdisagg.policy.effect_buffer import EffectBuffer
+from jdisagg.policy.request_size import order_of
 from jdisagg.policy.router.admission import has_adapter_room, missing_phase, why_rejected
 from jdisagg.policy.router.decisions import Decision, Verdict, unheard
 from jdisagg.policy.router.membership import LEAVE_TIMER, Adoption, Membership
@@ -81,7 +81,7 @@ class Router:
         self.config = config
         self.peers = {each.worker: WorkerState(each) for each in workers}
         self.routes = PairSelection(config, self.peers, note)
-        self.out = Outbox()
+        self.out = EffectBuffer()
         self.requests = RequestTable(config, self.peers, self.routes, self.out)
         self.aborts = self.requests.aborts
         self.progress, self.adoption = AttemptProgress(config, self.requests), Adoption(self.requests)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from jdisagg.core.messages import View
 from jdisagg.core.request import Attempt, Request, RequestId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.planning import predicted_pages
+from jdisagg.policy.request_size import predicted_pages
 from jdisagg.policy.router.routing import WorkerSnapshot
 
 

@@ -26,7 +26,7 @@ from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.shipping import shapes_of
 from jdisagg.kv.transport.choose import Capability
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.cluster.kv_notices import (
     PeerRecord,
     RemoteKV,

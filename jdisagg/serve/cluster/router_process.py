@@ -29,9 +29,9 @@ from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.transport.choose import capability
 from jdisagg.kv.transport.config import SHORTEST_SECRET, Identity, TransportConfig
 from jdisagg.model.tokenizer import Tokenizer
-from jdisagg.policy.front import Front
+from jdisagg.policy.front import RouterClient
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.cluster.control_client import ControlClient, Locate
 from jdisagg.serve.cluster.control_server import ControlServer, ServerCallbacks
 from jdisagg.serve.cluster.coordination import RouterAddress, open_lease
@@ -356,7 +356,7 @@ def build_front(deployment: Deployment, settings: Settings) -> FrontProcess:
     node = FrontNode(f"front-{secrets.token_hex(3)}")
     compat = tuple(name for name in settings.metrics_compat.split(",") if name)
     metrics = Metrics(deployment.model_name, compat=compat)
-    router = Front(settings.router_grace_s)
+    router = RouterClient(settings.router_grace_s)
     service = assemble(
         deployment, settings, tokenizer, router, {}, {}, metrics=metrics, remote=node, able=lambda: node.able
     )

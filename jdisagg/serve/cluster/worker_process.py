@@ -15,7 +15,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.kv_notices import PeerRecord, RemoteKV
 from jdisagg.serve.cluster.link import channel_credentials

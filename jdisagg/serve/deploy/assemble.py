@@ -36,7 +36,7 @@ from jdisagg.model.sources import Source as WeightSource
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.scaling import Scaling
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.deploy.compression_costs import post_compression_costs
 from jdisagg.serve.deploy.deployment import AUTO, STORED, Deployment, WorkerShapes
 from jdisagg.serve.deploy.deployment import shapes_of as shapes_of_place

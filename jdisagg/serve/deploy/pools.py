@@ -14,7 +14,7 @@ from jdisagg.core.events import ROUTER, ChangeRole, WorkerStands
 from jdisagg.core.layout.reshard import StageShape
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.role_change import Standing
+from jdisagg.policy.worker.drain import WorkerStatus
 from jdisagg.serve.deploy.deployment import WorkerShapes
 from jdisagg.serve.driver.autoscaling import Autoscaling
 from jdisagg.serve.driver.role_change import ReshapeTimes
@@ -70,7 +70,7 @@ class RoleConflict(JdisaggError):
 class Change:
     """The last role change of one worker: wall-clock seconds at which it reached each state, and what failed."""
 
-    standing: str = Standing.SERVING.value
+    standing: str = WorkerStatus.SERVING.value
     at: dict[str, float] = field(default_factory=dict[str, float])
     why: str = ""
 
@@ -102,7 +102,7 @@ class Pools:
         self, info: Place, shapes: WorkerShapes | None, times: Mapping[WorkerId, ReshapeTimes]
     ) -> dict[str, Any]:
         worker = info.config.worker
-        change = self._changes.get(worker, Change("leaving" if info.leaving else Standing.SERVING.value))
+        change = self._changes.get(worker, Change("leaving" if info.leaving else WorkerStatus.SERVING.value))
         took = times.get(worker)
         return info.to_json() | {
             "standing": change.standing,
@@ -160,7 +160,7 @@ class Pools:
             loop.call_soon_threadsafe(_set_answer, answer, effect)
             if effect.refused:
                 return
-        if effect.standing == Standing.LEAVING or effect.worker not in self._changes:
+        if effect.standing == WorkerStatus.LEAVING or effect.worker not in self._changes:
             self._changes[effect.worker] = Change()
         change = self._changes[effect.worker]
         change.standing, change.why = effect.standing, effect.refused

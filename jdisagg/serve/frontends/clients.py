@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.request import Request
-from jdisagg.policy.client_limits import Allowance, ClientLimits, Refusal
+from jdisagg.policy.client_limits import ClientLimits, LimitProblem, RateStatus
 from jdisagg.serve.deploy.private_files import read_private
 from jdisagg.serve.driver.local_service import Batch
 from jdisagg.serve.driver.service import Rejected
@@ -21,7 +21,7 @@ SHORTEST_ADMIN_KEY = 16
 class RateLimited(Rejected):
     """A client is over what it may ask for; `allowances` are what is left to it (HTTP 429)."""
 
-    def __init__(self, refusal: Refusal, allowances: Sequence[Allowance]) -> None:
+    def __init__(self, refusal: LimitProblem, allowances: Sequence[RateStatus]) -> None:
         super().__init__(f"over the limit of {refusal.allowed} {refusal.limit} for one client", refusal.wait_s)
         self.allowances = tuple(allowances)
 
@@ -62,7 +62,7 @@ class Clients:
         finally:
             self._limits.settle(client, charged, used, self._now_s())
 
-    def allowances(self, client: str) -> list[Allowance]:
+    def allowances(self, client: str) -> list[RateStatus]:
         return self._limits.allowances(client, self._now_s())
 
 

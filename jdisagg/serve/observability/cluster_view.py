@@ -15,12 +15,12 @@ from prometheus_client.samples import Sample
 
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import WorkerConfig
-from jdisagg.policy.holdings import Holdings
-from jdisagg.policy.prefix_cache import PageHash, page_hashes
-from jdisagg.policy.prices import COMPUTED
+from jdisagg.policy.cache.directory import TierDirectory
+from jdisagg.policy.cache.fetch import COMPUTED
+from jdisagg.policy.cache.prefix_cache import PageHash, page_hashes
 from jdisagg.policy.router.decisions import Decision
 from jdisagg.policy.router.router import Router
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.driver.service import Service
 from jdisagg.serve.frontends.text import dump
 from jdisagg.serve.observability.metrics import Metrics
@@ -168,7 +168,7 @@ def _names(config: WorkerConfig, tokens: Sequence[int], salt: str) -> Sequence[P
     return page_hashes(tokens, config.page_size, salt) if config.prefix_caching else ()
 
 
-def _reported(holdings: Holdings, config: WorkerConfig, names: Sequence[PageHash]) -> dict[str, Any]:
+def _reported(holdings: TierDirectory, config: WorkerConfig, names: Sequence[PageHash]) -> dict[str, Any]:
     """Returns the entry of another process's worker; empty tiers if the router does not follow its cache."""
     reported = {
         tier: directory.told(config.worker) for tier, directory in holdings.by_tier.items() if config.pages_of(tier)

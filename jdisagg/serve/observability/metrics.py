@@ -23,7 +23,7 @@ from jdisagg.core.messages import Progress
 from jdisagg.core.request import Request, RequestId, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.scaling import Load, Replicas, RoleScaler
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.driver.service import Capacity
 from jdisagg.serve.observability.health import Troubles
 from jdisagg.serve.observability.metric_families import (

@@ -67,7 +67,7 @@ from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import Role
 from jdisagg.policy.router.decisions import Decision
 from jdisagg.policy.router.request_state import END_PHASE, PHASE_OF_MARK
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.deploy.pools import Place
 from jdisagg.serve.observability.step_log import KEPT, StepLog
 from jdisagg.serve.observability.tracing import chrome_trace, overlapping
@@ -122,11 +122,11 @@ def transfer_stats_of(actors: Mapping[WorkerId, Any]) -> TransferStats:
 
 
 def _described(worker: Worker) -> dict[str, str]:
-    streaming = worker.prefill_side.shipping.streaming
+    streaming = worker.prefill.sender.streaming
     fixed = f"--transfer={worker.config.transfer}: nothing to learn"
     return {
         "streaming": fixed if streaming is None else streaming.describe(),
-        "wires": f"--transfer_compress={worker.config.compress}: {worker.prefill_side.shipping.wires.describe()}",
+        "wires": f"--transfer_compress={worker.config.compress}: {worker.prefill.sender.codecs.describe()}",
     }
 
 

@@ -36,7 +36,7 @@ from jdisagg.core.tiers import PagesMoved
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.policy.router.worker_view import empty_view
-from jdisagg.policy.worker import Worker
+from jdisagg.policy.worker.worker import Worker
 from jdisagg.serve.observability.metric_families import SECONDS, SEQUENCES, Families, Fold, Kind
 
 Workers = dict[str, WorkerConfig]  # the workers that are present now, by name

@@ -21,7 +21,7 @@ from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
 from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.turns import MOST_GAP_S
+from jdisagg.policy.worker.slots import MOST_GAP_S
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.fast_forward import SimulatedSequence

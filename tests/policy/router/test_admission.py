@@ -15,7 +15,7 @@ from jdisagg.core.messages import Ended, Reserve, Reserved
 from jdisagg.core.request import Adapter, Attempt, FinishReason, Phase, Request, RequestId, WorkerId
 from jdisagg.core.router_config import Routing
 from jdisagg.core.worker_config import Role
-from jdisagg.policy.prefix_cache import page_hashes
+from jdisagg.policy.cache.prefix_cache import page_hashes
 from jdisagg.policy.router.admission import LONGEST_RETRY_S, fitting, has_adapter_room
 from jdisagg.policy.router.estimates import FORGET_S, Drain, crowd
 from tests.policy.router.test_router import A1, Talk

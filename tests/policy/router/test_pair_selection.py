@@ -18,9 +18,9 @@ from jdisagg.core.messages import CacheHeld, Refused, Reserve, Reserved, View
 from jdisagg.core.request import Attempt, Request, RequestId, SamplingParams, WorkerId
 from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.policy.planning import order_of
-from jdisagg.policy.prefix_cache import packed, page_hashes
-from jdisagg.policy.prefix_directory import PrefixDirectory
+from jdisagg.policy.cache.directory import PrefixDirectory
+from jdisagg.policy.cache.prefix_cache import packed, page_hashes
+from jdisagg.policy.request_size import order_of
 from jdisagg.policy.router.decisions import Decision, Verdict
 from jdisagg.policy.router.estimates import PROMPT_TOKEN_S
 from jdisagg.policy.router.pair_selection import KEEPERS, MANY, WEIGHED

@@ -19,7 +19,7 @@ import pytest
 from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.errors import JdisaggError, PeerMismatch
 from jdisagg.core.settings import Settings
-from jdisagg.policy.roll_call import Card
+from jdisagg.policy.group_handshake import MemberInfo
 from jdisagg.serve.cluster.control_client import ControlClient
 from jdisagg.serve.cluster.control_server import ControlServer
 from jdisagg.serve.cluster.group.assembly import join_leader
@@ -35,7 +35,7 @@ DEADLINE_S = 10.0  # for any of them to be told of; they take hundredths
 PLACE = GroupPlace("p0", 0, 2, "127.0.0.1:1")
 
 
-def at_the_door(*members: Card, size: int = 2, secret: bytes = GROUP_SECRET, wait_s: float = WAIT_S) -> str:
+def at_the_door(*members: MemberInfo, size: int = 2, secret: bytes = GROUP_SECRET, wait_s: float = WAIT_S) -> str:
     """The line that a group's leader says of the last of these."""
     at = meeting(wait_s)
     door = Door(at, card(size=size))

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from jdisagg.policy.roll_call import Card
+from jdisagg.policy.group_handshake import MemberInfo
 from jdisagg.serve.cluster.group.assembly import Assembly, Meeting
 from tests.ports import free_port
 
@@ -14,8 +14,8 @@ SECRET = b"thirty two bytes of no real secret"
 WAIT_S = 20.0
 
 
-def card(rank: int = 0, **other: Any) -> Card:
-    return replace(Card("p0", rank, 2, "1", "0.10", "aaaa", {"mesh": "prefill:tp2"}, time.time()), **other)
+def card(rank: int = 0, **other: Any) -> MemberInfo:
+    return replace(MemberInfo("p0", rank, 2, "1", "0.10", "aaaa", {"mesh": "prefill:tp2"}, time.time()), **other)
 
 
 def meeting(wait_s: float = WAIT_S, **other: Any) -> Meeting:
@@ -25,6 +25,6 @@ def meeting(wait_s: float = WAIT_S, **other: Any) -> Meeting:
 class Door:
     """A leader that waits, and every line it says."""
 
-    def __init__(self, at: Meeting, own: Card | None = None) -> None:
+    def __init__(self, at: Meeting, own: MemberInfo | None = None) -> None:
         self.said: list[str] = []
         self.assembly = Assembly(at, own or card(), self.said.append)

@@ -22,7 +22,7 @@ from typing import Any
 
 from jdisagg.core.errors import BadTicket, ConfigError, JdisaggError, PeerDead, PeerMismatch, TransferTimeout
 from jdisagg.kv.transport.listener import split_address
-from jdisagg.policy.roll_call import Card, read_card, refusal, unfilled
+from jdisagg.policy.group_handshake import MemberInfo, read_member_info, refusal, unfilled
 from jdisagg.serve.cluster.group.stream import FrameSocket, GroupStream
 
 log = logging.getLogger("jdisagg.group")
@@ -80,7 +80,7 @@ def _read_opening(frames: FrameSocket, deadline_s: float) -> Any:
 # ---------------------------------------------------------------------- the member
 
 
-def join_leader(meeting: Meeting, card: Card) -> GroupStream:
+def join_leader(meeting: Meeting, card: MemberInfo) -> GroupStream:
     """Connects to the leader, retrying until the deadline. Raises GroupUnfilled, and PeerMismatch for a refusal."""
     last = "nobody answers"
     while time.monotonic() < meeting.deadline_s:
@@ -95,7 +95,7 @@ def join_leader(meeting: Meeting, card: Card) -> GroupStream:
     )
 
 
-def _join_once(meeting: Meeting, card: Card) -> GroupStream:
+def _join_once(meeting: Meeting, card: MemberInfo) -> GroupStream:
     host, port = split_address(meeting.address)
     until_s = min(meeting.deadline_s, time.monotonic() + HANDSHAKE_S)
     sock = socket.create_connection((host, port), timeout=max(0.1, until_s - time.monotonic()))
@@ -133,7 +133,7 @@ def _answer_of(stream: GroupStream, until_s: float) -> dict[str, Any]:
 class Assembly:
     """The leader's listener: admits members until the group is full, and refuses later ones."""
 
-    def __init__(self, meeting: Meeting, card: Card, report: Callable[[str], None] = log.warning) -> None:
+    def __init__(self, meeting: Meeting, card: MemberInfo, report: Callable[[str], None] = log.warning) -> None:
         """`report` is called with one line for each refusal. Raises ConfigError if the port cannot be bound."""
         self._meeting, self._card, self._report = meeting, card, report
         self._listener = _listen(meeting.address)
@@ -212,7 +212,7 @@ class Assembly:
             frames.send(b"{}", until_s)  # it cannot verify our signature; an unsigned answer makes it report the secret
             frames.close()
             return
-        theirs = read_card(hello.get("hello"))
+        theirs = read_member_info(hello.get("hello"))
         if theirs is None:
             raise BadTicket("it does not say what it is")
         with self._lock:

@@ -30,7 +30,7 @@ from jdisagg.core.worker_config import Role
 from jdisagg.engine.executor import PendingStep
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.transport.listener import split_address
-from jdisagg.policy.roll_call import Card
+from jdisagg.policy.group_handshake import MemberInfo
 from jdisagg.serve.cluster.group.assembly import GroupUnfilled, Meeting, is_address, listener_at
 from jdisagg.serve.cluster.group.stream import Commands, GroupStream
 from jdisagg.serve.cluster.kv_notices import PeerRecord, RemoteKV, RemoteShipment, read_peer, read_stage
@@ -265,14 +265,14 @@ def devices_each(settings: Settings, place: GroupPlace) -> int:
     return number // place.size
 
 
-def card_of(settings: Settings, place: GroupPlace) -> Card:
+def card_of(settings: Settings, place: GroupPlace) -> MemberInfo:
     """Returns the description of this process for the others of its group."""
     files = model_files(settings)
     names = [each.name for each in fields(settings) if each.metadata["group"] in SHARED_GROUPS or each.name in SHARED]
     flags = {name: str(getattr(settings, name)) for name in names} | {"tls_cert": "given" * bool(settings.tls_cert)}
     model = files.identity.described(settings.served_model_name or name_of(files.place))
     version, now_s = jdisagg.__version__, time.time()
-    return Card(place.group, place.rank, place.size, version, jax.__version__, model, flags, now_s)
+    return MemberInfo(place.group, place.rank, place.size, version, jax.__version__, model, flags, now_s)
 
 
 def meeting_of(settings: Settings, place: GroupPlace) -> Meeting:

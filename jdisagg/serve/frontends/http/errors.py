@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from jdisagg.core.errors import JdisaggError, RequestError
 from jdisagg.core.request import FinishReason
-from jdisagg.policy.client_limits import Allowance
+from jdisagg.policy.client_limits import RateStatus
 from jdisagg.serve.deploy.pools import NoSuchWorker, RoleConflict
 from jdisagg.serve.driver.local_service import AnswerFailed, GrammarEnded
 from jdisagg.serve.driver.service import Draining, NotLeader, ObjectiveUnmet, Rejected
@@ -127,7 +127,7 @@ def error_response(error: Exception, path: str = "") -> Response:
     return Response(json.dumps(body), status, headers, media_type="application/json")
 
 
-def allowance_headers(allowances: Iterable[Allowance]) -> dict[str, str]:
+def allowance_headers(allowances: Iterable[RateStatus]) -> dict[str, str]:
     """What is left to a client, in the headers that clients of OpenAI read."""
     found: dict[str, str] = {}
     for each in allowances:
