@@ -267,9 +267,9 @@ Outcome = EmitTokens | Finish | Reject  # what a client is told
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """To a front, an event: what the router has said of one of its requests."""
+    """Event of a front: outcomes of its requests that the router sent in one record, in order."""
 
-    outcome: Outcome
+    outcomes: tuple[Outcome, ...]
 
 
 Effect = (

@@ -44,7 +44,7 @@ from jdisagg.serve.observability.worker_metrics import Samples, read_samples
 log = logging.getLogger("jdisagg.cluster")
 
 METHOD = "/jdisagg.Control/Join"
-PROTOCOL = 7
+PROTOCOL = 8
 NONCE_BYTES = 16
 FIRST_RECORD_BYTES = 1000
 PIECE_BYTES = 256 << 10  # the longest message of the stream; the records of a handshake are of one piece
@@ -116,17 +116,22 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._outgoing, self._incoming, self._heartbeat, self._clock = outgoing, incoming, heartbeat, clock
-        self._out: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._out: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
+        self._waiting, self._waiting_lock = 0, threading.Lock()  # messages in `_out`
         self._heard_s = clock()
         self._over_s: float | None = None
         self.why_over = ""
         self.may_send: Callable[[], bool] = lambda: True  # false ends the link: a router whose lease has ended
 
-    def send(self, body: dict[str, Any]) -> None:
-        if self._out.qsize() >= MOST_WAITING:
+    def send(self, body: dict[str, Any], num_messages: int = 1) -> None:
+        """Queues a record of `num_messages` messages; hangs up where the peer has left `MOST_WAITING` unread."""
+        with self._waiting_lock:
+            is_full = self._waiting >= MOST_WAITING
+            self._waiting += num_messages
+        if is_full:
             self.hang_up(f"it has left {MOST_WAITING} messages unread")
         if self._over_s is None:
-            self._out.put(body)
+            self._out.put((body, num_messages))
 
     def hang_up(self, why: str) -> None:
         """Ends the link once what was sent before is out. The first reason stays."""
@@ -138,11 +143,14 @@ class Link:
         """What is sent, signed, and heartbeats between; ends after `hang_up`, or when the peer is silent too long."""
         while not self._silent():
             try:
-                body = self._out.get(timeout=self._heartbeat.interval_s)
+                item = self._out.get(timeout=self._heartbeat.interval_s)
             except queue.Empty:
-                body = HEARTBEAT
-            if body is None:
+                item = HEARTBEAT, 0
+            if item is None:
                 return
+            body, num_messages = item
+            with self._waiting_lock:
+                self._waiting -= num_messages
             if not self.may_send():
                 self.hang_up("this router leads no longer")
                 return

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -265,6 +265,7 @@ def _all(joining: Mapping[Link, Sequence[PeerRecord]]) -> list[PeerRecord]:
 # it is joined to.
 
 NAME = re.compile(r"front-[0-9a-f]{6,32}")
+BATCH_TOKENS = 4096  # in one record to a front
 
 
 class FrontNode:
@@ -323,17 +324,28 @@ class FrontNode:
         if "able" in body:
             self.able = body["able"] is True
             return
-        try:
-            outcome = decode(body.get("told"))
-        except DecodeError as error:
-            raise SenselessWord(str(error)) from error
-        if isinstance(outcome, EmitTokens | Finish | Reject):
-            self.driver.post(ROUTER, Told(outcome))
+        self.driver.post(ROUTER, Told(_read_outcomes(body.get("told"))))
+
+
+def _read_outcomes(record: Any) -> tuple[Outcome, ...]:
+    """Returns the outcomes of one record, in order. Raises SenselessWord."""
+    if not isinstance(record, list):
+        raise SenselessWord(f"a record of outcomes is {shown(record)}, must be a list")
+    try:
+        outcomes = tuple(decode(each) for each in record)
+    except DecodeError as error:
+        raise SenselessWord(str(error)) from error
+    wrong = next((each for each in outcomes if not isinstance(each, EmitTokens | Finish | Reject)), None)
+    if wrong is not None:
+        raise SenselessWord(f"{type(wrong).__name__} is not for the router to tell a front")
+    return outcomes
 
 
 class RouterFronts:
-    """The router's end: a `ServerCallbacks` that keeps to itself what fronts say; `observe` is one of its driver's
-    observers. A request of a front is known to the router by its id and the front's name: fronts choose ids freely.
+    """The router's end of the links to fronts: a `ServerCallbacks` that handles the messages of fronts and passes on
+    all others. The router knows a front's request by its id and the front's name: fronts choose ids freely.
+
+    `deliver` takes the outcomes of a step from the driver and sends each front its own in one record.
     """
 
     driver: LiveDriver
@@ -416,7 +428,7 @@ class RouterFronts:
             self._check(request)
         except RequestError as error:
             refused = Finish(request.request_id, FinishReason.ERROR, Ledger(), detail=str(error))
-            link.send({"told": encode(refused)})
+            link.send({"told": [encode(refused)]})
             return
         if len(output) > request.sampling.max_tokens or min(output, default=0) < 0:
             raise SenselessWord(f"{request.request_id!r} has {len(output)} tokens already: {shown(output[:8])}")
@@ -433,18 +445,24 @@ class RouterFronts:
         self._asked[ours] = link, message.request.request_id
         self.driver.post(ROUTER, Submit(request, output, message.resumed))
 
-    def observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
-        """On the driver's thread: what clients of fronts are to be told goes there."""
-        if not isinstance(item, EmitTokens | Finish | Reject):
-            return
-        if item.request_id in self._dying:
-            if not isinstance(item, EmitTokens):
-                self._dying.discard(item.request_id)
-            return
-        found = self._asked.get(item.request_id) if isinstance(item, EmitTokens) else self._over(item)
-        if found is not None:
-            link, theirs = found
-            link.send({"told": encode(self._for_front(item, theirs, link))})
+    def deliver(self, told: Sequence[tuple[RequestId, Outcome]]) -> None:
+        """Sends each front its outcomes of one step, in order and in one record, or several where they are many.
+
+        Runs on the driver's thread.
+        """
+        by_link: dict[Link, list[Outcome]] = {}
+        for request_id, item in told:
+            if request_id in self._dying:
+                if not isinstance(item, EmitTokens):
+                    self._dying.discard(request_id)
+                continue
+            found = self._asked.get(request_id) if isinstance(item, EmitTokens) else self._over(item)
+            if found is not None:
+                link, theirs = found
+                by_link.setdefault(link, []).append(self._for_front(item, theirs, link))
+        for link, outcomes in by_link.items():
+            for batch in _batches(outcomes):
+                link.send({"told": [encode(each) for each in batch]}, len(batch))
 
     def _over(self, item: Finish | Reject) -> tuple[Link, RequestId] | None:
         with self._lock:
@@ -462,3 +480,26 @@ class RouterFronts:
                 return replace(item, request_id=theirs, ledger=there)
             case Reject():
                 return replace(item, request_id=theirs)
+
+
+def _batches(outcomes: Sequence[Outcome]) -> Iterator[list[Outcome]]:
+    """Yields the outcomes in order, in lists of at most `BATCH_TOKENS` tokens: one outcome may have more.
+
+    A record over the size limit is not sent, so a long prompt's log-probabilities must not be in one with others.
+    """
+    batch, held = list[Outcome](), 0
+    for each in outcomes:
+        size = _num_tokens(each)
+        if batch and held + size > BATCH_TOKENS:
+            yield batch
+            batch, held = [], 0
+        batch.append(each)
+        held += size
+    if batch:
+        yield batch
+
+
+def _num_tokens(outcome: Outcome) -> int:
+    if not isinstance(outcome, EmitTokens):
+        return 1
+    return len(outcome.delta.sampled) + len(outcome.delta.prompt) + len(outcome.delta.pooled)

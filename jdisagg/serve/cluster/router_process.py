@@ -346,7 +346,7 @@ def _service(
         observers=(
             *(journal.observe, metrics.observe, *scaling_observers(scaling)),
             *asked_observers(records, deployment, settings),
-            *(node.observe, fronts.observe),
+            node.observe,
         ),
         metrics=metrics,
         journal=journal,
@@ -359,6 +359,7 @@ def _service(
             driver.post, node.places, lambda: node.options, lambda: {**node.reshape_times, **times}, scaling
         ),
         stores=stores,
+        deliver_remote=fronts.deliver,
     )
 
 

@@ -49,7 +49,7 @@ class RecordingLink(Link):
         )
         self.sent: list[dict[str, Any]] = []
 
-    def send(self, body: dict[str, Any]) -> None:
+    def send(self, body: dict[str, Any], num_messages: int = 1) -> None:
         self.sent.append(body)
 
 
