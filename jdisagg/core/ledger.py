@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import field
+
+from jdisagg.core.codec import TaggedStruct, Whole
 
 
 class Mark(StrEnum):
@@ -46,13 +49,12 @@ def parts_of(spans: Sequence[Span]) -> dict[str, int]:
     return parts
 
 
-@dataclass(slots=True)
-class Ledger:
+class Ledger(TaggedStruct, frozen=False):
     """Instants on the driver's clock as they happened; a repeated prefill simply appends."""
 
-    marks: list[tuple[Mark, int]] = field(default_factory=list[tuple[Mark, int]])
-    wire_ns: int = 0  # that parts of its KV were on their way, whatever else happened meanwhile
-    cached_tokens: int = 0  # of the prompt: their KV was found and not computed
+    marks: list[tuple[Mark, Whole]] = field(default_factory=list[tuple[Mark, int]])
+    wire_ns: Whole = 0  # that parts of its KV were on their way, whatever else happened meanwhile
+    cached_tokens: Whole = 0  # of the prompt: their KV was found and not computed
 
     def mark(self, mark: Mark, at_s: float) -> None:
         """Notes an instant. Clocks of several reporters may disagree a little: time never runs backwards here."""

@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 
 from jdisagg.core.authenticated_channel import MAX_RECORD_BYTES, AuthenticatedChannel
-from jdisagg.core.codec import decode, shown
+from jdisagg.core.codec import decode_as, shown
 from jdisagg.core.errors import BadTicket, ConfigError, DecodeError, SenselessWord
 from jdisagg.core.messages import Ended, Message, Progress
 from jdisagg.core.protocol import check_word
@@ -214,11 +214,9 @@ def read_word(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfi
             read_lent(body["lent"])
         return None
     try:
-        message = decode(body.get("message"))
+        message = decode_as(Message, body.get("message"))
     except DecodeError as error:
         raise SenselessWord(str(error)) from error
-    if not isinstance(message, Message):
-        raise SenselessWord(f"{type(message).__name__} is no message")
     check_word(message, sender, to)
     return message
 

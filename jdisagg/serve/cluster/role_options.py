@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from jdisagg.core.codec import decode_as, encode, shown
+from jdisagg.core.codec import decode_as, shown
 from jdisagg.core.errors import ConfigError, DecodeError, SenselessWord
 from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
 from jdisagg.core.request import WorkerId
@@ -64,7 +64,7 @@ def _is_warm(text: str, mesh: MeshSpec) -> bool:
 def options_json(options: WorkerShapes) -> dict[str, Any]:
     return {
         "devices": options.num_devices,
-        "able": {text: encode(each.config) for text, each in options.able.items()},
+        "able": {text: each.config for text, each in options.able.items()},
         "impossible": dict(options.impossible),
         "usual": {role.value: text for role, text in options.usual.items()},
         "fixed": options.fixed,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from jdisagg.core.codec import decode, encode, shown
+from jdisagg.core.codec import decode_as, shown
 from jdisagg.core.errors import BadTicket, DecodeError, LateWord, RequestError, SenselessWord, TransferRefused
 from jdisagg.core.events import (
     ROUTER,
@@ -283,7 +283,7 @@ class FrontNode:
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None:
         link = self._link
         if link is not None:
-            link.send({"ask": encode(message)})
+            link.send({"ask": message})
 
     def ship(self, machine: Executor, transfer: KVTransfer) -> Shipment:
         raise TransferRefused(f"a front holds no KV, and {transfer.attempt.request_id!r} would ship some")
@@ -332,13 +332,9 @@ def _read_outcomes(record: Any) -> tuple[Outcome, ...]:
     if not isinstance(record, list):
         raise SenselessWord(f"a record of outcomes is {shown(record)}, must be a list")
     try:
-        outcomes = tuple(decode(each) for each in record)
+        return tuple(decode_as(Outcome, each) for each in record)
     except DecodeError as error:
         raise SenselessWord(str(error)) from error
-    wrong = next((each for each in outcomes if not isinstance(each, EmitTokens | Finish | Reject)), None)
-    if wrong is not None:
-        raise SenselessWord(f"{type(wrong).__name__} is not for the router to tell a front")
-    return outcomes
 
 
 class RouterFronts:
@@ -408,7 +404,7 @@ class RouterFronts:
 
     def _hear(self, link: Link, asked: Any) -> None:
         try:
-            message = decode(asked)
+            message = decode_as(Ask | Withdraw, asked)
         except DecodeError as error:
             raise SenselessWord(str(error)) from error
         match message:
@@ -416,8 +412,6 @@ class RouterFronts:
                 self._ask(link, message)
             case Withdraw(request_id, reason):
                 self.driver.post(ROUTER, Cancel(self._our_id(link, request_id), reason))
-            case _:
-                raise SenselessWord(f"{type(message).__name__} is not for a front to say")
 
     def _our_id(self, link: Link, request_id: RequestId) -> RequestId:
         return RequestId(f"{request_id}@{self._names[link]}")
@@ -428,7 +422,7 @@ class RouterFronts:
             self._check(request)
         except RequestError as error:
             refused = Finish(request.request_id, FinishReason.ERROR, Ledger(), detail=str(error))
-            link.send({"told": [encode(refused)]})
+            link.send({"told": [refused]})
             return
         if len(output) > request.sampling.max_tokens or min(output, default=0) < 0:
             raise SenselessWord(f"{request.request_id!r} has {len(output)} tokens already: {shown(output[:8])}")
@@ -462,7 +456,7 @@ class RouterFronts:
                 by_link.setdefault(link, []).append(self._for_front(item, theirs, link))
         for link, outcomes in by_link.items():
             for batch in _batches(outcomes):
-                link.send({"told": [encode(each) for each in batch]}, len(batch))
+                link.send({"told": batch}, len(batch))
 
     def _over(self, item: Finish | Reject) -> tuple[Link, RequestId] | None:
         with self._lock:

@@ -293,7 +293,7 @@ def build_router(
     post_found(service.driver, stores)
     post_compression_costs(service.driver, deployment, machines)
     node.driver = fronts.driver = service.driver
-    service.standby = leadership.standby_error
+    service.standby, service.deliver_remote = leadership.standby_error, fronts.deliver
     return RouterProcess(service, node, control_server, profiles, leadership)
 
 
@@ -359,7 +359,6 @@ def _service(
             driver.post, node.places, lambda: node.options, lambda: {**node.reshape_times, **times}, scaling
         ),
         stores=stores,
-        deliver_remote=fronts.deliver,
     )
 
 

@@ -58,6 +58,7 @@ class LocalService:
     """Implements `Service` over a `LiveDriver` that it starts and stops."""
 
     standby: Callable[[], NotLeader | None] | None = None  # the error of every request while the router does not lead
+    deliver_remote: Deliver | None = None  # takes the outcomes of every event, on the driver's thread, for fronts
 
     def __init__(
         self,
@@ -81,16 +82,13 @@ class LocalService:
         reshaper: Reshaper | None = None,
         pools: Callable[[LiveDriver], Pools] = lambda driver: NO_POOLS,
         stores: Mapping[WorkerId, WorkerStores] = NO_STORES,
-        deliver_remote: Deliver = lambda told: None,
     ) -> None:
         """`metrics`, `journal` and the records of `debug_state` are among the observers; here they are for the fronts.
 
         With workers in other processes, `remote` is the way to them and `able` says whether every phase has one.
         `reshaper` makes machines anew, and `pools` what the operator's routes, or its autoscaler, ask for that.
         `sampling_defaults` are what the model says where a client is silent, by whatever way it asks.
-        `deliver_remote` takes the outcomes of every event, on the driver's thread, for clients of other processes.
         """
-        self._deliver_remote = deliver_remote
         self.model_name, self.model_config, self.fingerprint = model_name, model_config, fingerprint
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.recompiles, self.metrics, self.journal, self.debug_state = recompiles, metrics, journal, debug_state
@@ -221,7 +219,8 @@ class LocalService:
     def _deliver_all(self, told: list[tuple[RequestId, Outcome]]) -> None:
         """Hands the outcomes of one event to the clients of this process, and to those of fronts."""
         self._deliver(told)
-        self._deliver_remote(told)
+        if self.deliver_remote is not None:
+            self.deliver_remote(told)
 
     def _deliver(self, told: list[tuple[RequestId, Outcome]]) -> None:
         """On the driver thread: one wake-up of each event loop an event, however many tokens there are."""
