@@ -113,7 +113,10 @@ def decode_as(kind: type[Kind], value: Any) -> Kind:
 
 
 def convert(kind: type[Kind], value: Any) -> Kind:
-    """Returns `value`, parsed JSON or MessagePack, as the declared type. Raises DecodeError with the path."""
+    """Returns `value`, parsed JSON or MessagePack, as the declared type: a struct, a dataclass, or a container of any.
+
+    Raises DecodeError with the path.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
