@@ -11,9 +11,10 @@ import base64
 import dataclasses
 import json
 import reprlib
+import types
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
 
 import msgspec
 from msgspec import NODEFAULT, Meta, Struct
@@ -101,7 +102,11 @@ def decode(value: Any) -> Any:
     return convert(kind, value)
 
 
-def decode_as(kind: type[Kind], value: Any) -> Kind:
+@overload
+def decode_as(kind: type[Kind], value: Any) -> Kind: ...
+@overload
+def decode_as(kind: types.UnionType, value: Any) -> Any: ...
+def decode_as(kind: Any, value: Any) -> Any:
     """Returns the record of class `kind`, or of one of a union of classes. Raises DecodeError."""
     if isinstance(value, kind):
         return value

@@ -49,7 +49,7 @@ def parts_of(spans: Sequence[Span]) -> dict[str, int]:
     return parts
 
 
-class Ledger(TaggedStruct, frozen=False):
+class Ledger(TaggedStruct, frozen=False):  # pyright: ignore[reportGeneralTypeIssues]
     """Instants on the driver's clock as they happened; a repeated prefill simply appends."""
 
     marks: list[tuple[Mark, Whole]] = field(default_factory=list[tuple[Mark, int]])

@@ -24,6 +24,7 @@ from jdisagg.serve.driver.driver import LiveDriver
 from tests.serve.live_http import eventually
 
 SECRET = b"sixteen bytes or more"
+CALM = Heartbeat(10.0, 600.0)
 NUM_REQUESTS, NUM_TOKENS = 5, 6
 
 
@@ -100,9 +101,10 @@ class FrontRig:
     def join(self) -> None:
         """A link of two ends, as a handshake would have made it; the router's end is `self.link`."""
         session = f"session-{next(self._count)}"
-        ends = [[AuthenticatedChannel(SECRET, session, name) for name in ("router", "front")] for _ in range(2)]
-        self.link = Link(*ends[0], Heartbeat(10.0, 600.0))
-        self._far = Link(*reversed(ends[1]), Heartbeat(10.0, 600.0))
+        self.link, self._far = (
+            Link(AuthenticatedChannel(SECRET, session, own), AuthenticatedChannel(SECRET, session, other), CALM)
+            for own, other in (("router", "front"), ("front", "router"))
+        )
         self.fronts.admit(self.link, self.front.hello())
         self.front.on_joined(self._far, {})
         self.fronts.on_joined(self.link)
