@@ -1,9 +1,9 @@
 """What a group's stream costs a step: `python -m benchmarks.group_stream --output=FILE.json`.
 
 A member in a process of its own reads commands as a member does and decodes each plan. `said` is what telling it costs
-the leader's thread (plan to JSON, signature, send); `way` runs from before that until the member has the plan, and is
-how much later than a worker of one process it may begin the step. Best and median of some thousand; `aim` is of the
-way. Both processes read the same monotonic clock.
+the leader's thread (plan to MessagePack, signature, send); `way` runs from before that until the member has the plan,
+and is how much later than a worker of one process it may begin the step. Best and median of some thousand; `aim` is of
+the way. Both processes read the same monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from benchmarks import machine
-from jdisagg.core.codec import decode_as, encode
+from jdisagg.core.codec import decode_as
 from jdisagg.core.request import RequestId, SamplingParams
 from jdisagg.core.steps import DecodeRows, PageGrant, PrefillChunk, PrefillChunks, StepPlan
 from jdisagg.policy.group_handshake import MemberInfo
@@ -93,11 +95,11 @@ def _row(members: Members, name: str, plan: StepPlan, rounds: int) -> Row:
     said_us, way_us = list[float](), list[float]()
     for _ in range(rounds):
         began_s = time.monotonic()
-        replies = members.ask({"run": encode(plan), "ships": False})
+        replies = members.ask({"run": msgspec.to_builtins(plan), "ships": False})
         said_us.append(1e6 * (time.monotonic() - began_s))
         way_us.append(1e6 * (awaited(replies, WAIT_S)[0]["here_s"] - began_s))
     figures = [round(of(each), 1) for each in (said_us, way_us) for of in (min, statistics.median)]
-    return Row(name, len(json.dumps(encode(plan))), *figures)
+    return Row(name, len(msgspec.msgpack.encode(plan)), *figures)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

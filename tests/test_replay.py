@@ -99,8 +99,8 @@ DAMAGE = {
     "another version": (lambda x: changed(x, 0, version=[2]), r"line 1 says version \[2\]"),
     "workers that are no list": (lambda x: changed(x, 0, workers=7), "line 1: workers is 7 and no list"),
     "a worker that is an event": (lambda x: changed(x, 0, workers=[{"is": "TimerFired", "key": "x"}]), "line 1: "),
-    "a router that is a text": (lambda x: changed(x, 0, router="x"), "line 1: .*'x' names no noun"),
-    "a page size of text": (lambda x: worker_changed(x, page_size="x"), "line 1: .*WorkerConfig.page_size: 'x'"),
+    "a router that is a text": (lambda x: changed(x, 0, router="x"), "line 1: .*'x': it names no record"),
+    "a page size of text": (lambda x: worker_changed(x, page_size="x"), "line 1: .*got `str` - at `..page_size`"),
     "a page size of nothing": (lambda x: worker_changed(x, page_size=0), "line 1: .*page_size is 0"),
     "pages without number": (lambda x: worker_changed(x, num_pages=10**18), "line 1: .*num_pages is 10000"),
     "slots that fill nothing": (lambda x: worker_changed(x, num_slots=7, decode=TWO_STAGES), "line 1: .*7 slots"),
@@ -111,11 +111,11 @@ DAMAGE = {
     "brackets without end": (lambda x: [*x[:2], "[" * 100_000], "line 3 is not JSON"),
     "an actor that is a list": (lambda x: changed(x, 2, actor=["router"]), "line 3: actor is"),
     "an actor nobody knows": (lambda x: changed(x, 2, actor="nobody"), "line 3: event 2 is for 'nobody'"),
-    "an event that is none": (lambda x: changed(x, 2, event={"is": "Party"}), "line 3: .*names no noun"),
+    "an event that is none": (lambda x: changed(x, 2, event={"is": "Party"}), "line 3: .*names no record"),
     "an effect for an event": (lambda x: changed(x, 2, event=EFFECT), "SetTimer is no event"),
     "a plan nobody made": (lambda x: event_changed(x, "StepDone", step_id=10**9), "cannot follow on"),
-    "a prompt of text": (lambda x: event_changed(x, "Submit", request=TEXT), "Request.prompt: 'abc' is no list"),
-    "a timer of no form": (lambda x: event_changed(x, "TimerFired", key=7), "TimerFired.key: 7 is no text"),
+    "a prompt of text": (lambda x: event_changed(x, "Submit", request=TEXT), "got `str` - at `..request.prompt`"),
+    "a timer of no form": (lambda x: event_changed(x, "TimerFired", key=7), "TimerFired: .*got `int` - at `..key`"),
 }  # fmt: skip
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from jdisagg.core.codec import Number, TaggedStruct, Whole
 from jdisagg.core.ledger import Ledger
 from jdisagg.core.messages import Message, TokenDelta
 from jdisagg.core.request import Attempt, FinishReason, Request, RequestId, Sampled, WorkerId
@@ -14,95 +13,82 @@ from jdisagg.core.worker_config import WorkerConfig
 # ------------------------------------------------------------------ events
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(TaggedStruct, frozen=True):
     """A client's request reaches the router; where another router had it, with what its client was given."""
 
     request: Request
-    output: tuple[int, ...] = ()
+    output: tuple[Whole, ...] = ()
     resumed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(TaggedStruct, frozen=True):
     """The client no longer wants it (gone: ABORT; or a stop string was found: STOP)."""
 
     request_id: RequestId
     reason: FinishReason = FinishReason.ABORT
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(TaggedStruct, frozen=True):
     """A message of another actor arrives."""
 
     sender: WorkerId
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class TimerFired:
+class TimerFired(TaggedStruct, frozen=True):
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(TaggedStruct, frozen=True):
     """The driver knows that a worker is gone; what it held is gone with it."""
 
     worker: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLeaving:
+class WorkerLeaving(TaggedStruct, frozen=True):
     """To the router: the worker ends what it was given and is to be given nothing more; `WorkerLost` follows."""
 
     worker: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerJoined:
+class WorkerJoined(TaggedStruct, frozen=True):
     """To the router: a worker of another process can be used, and holds nothing."""
 
     config: WorkerConfig
 
 
-@dataclass(frozen=True, slots=True)
-class TermBegan:
+class TermBegan(TaggedStruct, frozen=True):
     """To the router: it leads with this term from now on, which is higher than that of any router before it."""
 
-    term: int
+    term: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class RouterLost:
+class RouterLost(TaggedStruct, frozen=True):
     """To a worker or a front: the router is gone, or took it for lost. What a worker holds is nobody's any more, but
     what it decodes it may keep for a while (`policy/worker/orphans.py`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouterFound:
+class RouterFound(TaggedStruct, frozen=True):
     """To a worker or a front: there is a router, which knows nothing of it yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeRole:
+class ChangeRole(TaggedStruct, frozen=True):
     """To the router: the worker is to leave, and to become `config`, if anything. Answered by WorkerStands."""
 
     worker: WorkerId
-    number: int  # of the asker's choice: the answers carry it
+    number: Whole  # of the asker's choice: the answers carry it
     config: WorkerConfig | None = None  # None: it is drained, and stays so
-    drain_s: float = 30.0  # that what runs there may take to end; then it goes on elsewhere
+    drain_s: Number = 30.0  # that what runs there may take to end; then it goes on elsewhere
 
 
-@dataclass(frozen=True, slots=True)
-class Reshaped:
+class Reshaped(TaggedStruct, frozen=True):
     """To a worker: its machine is this now, and holds nothing. `why`: it could not become what it was to be."""
 
     config: WorkerConfig
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(TaggedStruct, frozen=True):
     """A step's results were read.
 
     `decode`: (slot, tokens) of each decode row, more than one where a draft was accepted; None for a slot that had
@@ -111,60 +97,54 @@ class StepDone:
     prompt token has none.
     """
 
-    step_id: int
-    decode: tuple[tuple[int, tuple[Sampled, ...] | None], ...] = ()
+    step_id: Whole
+    decode: tuple[tuple[Whole, tuple[Sampled, ...] | None], ...] = ()
     first: tuple[tuple[RequestId, Sampled], ...] = ()
     prompt: tuple[tuple[RequestId, tuple[Sampled, ...]], ...] = ()
-    pooled: tuple[tuple[RequestId, tuple[int, ...]], ...] = ()  # this chunk's share, in parts of POOLED_ONE
-    guessed: tuple[tuple[int, str, int], ...] = ()  # slot, by what, tokens: of each decode row that had a draft
+    pooled: tuple[tuple[RequestId, tuple[Whole, ...]], ...] = ()  # this chunk's share, in parts of POOLED_ONE
+    guessed: tuple[tuple[Whole, str, Whole], ...] = ()  # slot, by what, tokens: of each decode row that had a draft
 
 
-@dataclass(frozen=True, slots=True)
-class KVArrived:
+class KVArrived(TaggedStruct, frozen=True):
     """At the destination: a part's bytes are on its devices, in no page yet. Answered by InsertKV or DropKV."""
 
     transfer: KVTransfer
     intact: bool = True  # the digests of what arrived are those of what was sent
-    wire_s: float = 0.0  # from packed at the source to here
+    wire_s: Number = 0.0  # from packed at the source to here
 
 
-@dataclass(frozen=True, slots=True)
-class WireCost:
+class WireCost(TaggedStruct, frozen=True):
     """What one page of all layers costs a machine and its link as this wire."""
 
     wire: str
-    pack_s: float
-    page_bytes: int
+    pack_s: Number
+    page_bytes: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class WiresTimed:
+class WiresTimed(TaggedStruct, frozen=True):
     """To a prefill worker, before its first request: what packing costs, as measured; raw is among them."""
 
     costs: tuple[WireCost, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFailed:
+class EngineFailed(TaggedStruct, frozen=True):
     """An engine raised: over a step, or over a part of an attempt's KV, which may be shipped again."""
 
-    step_id: int | None
+    step_id: Whole | None
     reason: str
     attempt: Attempt | None = None
-    part: int | None = None
+    part: Whole | None = None
 
 
 # ------------------------------------------------------------------ effects
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(TaggedStruct, frozen=True):
     to: WorkerId  # or ROUTER
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class RunStep:
+class RunStep(TaggedStruct, frozen=True):
     """Run the step; each of `ships` is a `ShipKV` that happens as soon as its layers are computed, while the next are.
 
     Where the step fails, those that have not left stay.
@@ -174,44 +154,38 @@ class RunStep:
     ships: tuple[KVTransfer, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ShipKV:
+class ShipKV(TaggedStruct, frozen=True):
     """Pack the source pages now (in program order) and bring them to the destination; KVArrived follows there."""
 
     transfer: KVTransfer
 
 
-@dataclass(frozen=True, slots=True)
-class InsertKV:
+class InsertKV(TaggedStruct, frozen=True):
     """Write what arrived into the destination pages, in program order: their reservation still waits for it."""
 
     transfer: KVTransfer
 
 
-@dataclass(frozen=True, slots=True)
-class DropKV:
+class DropKV(TaggedStruct, frozen=True):
     """Forget what arrived: the handoff is over and its pages may be another's."""
 
     transfer: KVTransfer
 
 
-@dataclass(frozen=True, slots=True)
-class OpenGates:
+class OpenGates(TaggedStruct, frozen=True):
     """No step waits for parts of this attempt any longer: what waited runs now, before its pages may be another's."""
 
     attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True)
-class SetTimer:
+class SetTimer(TaggedStruct, frozen=True):
     """One timer a key: setting it again moves it."""
 
-    at_s: float
+    at_s: Number
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class EmitTokens:
+class EmitTokens(TaggedStruct, frozen=True):
     """Tokens for the client, in order, none missing and none twice."""
 
     delta: TokenDelta
@@ -222,8 +196,7 @@ class EmitTokens:
         return self.delta.attempt.request_id
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(TaggedStruct, frozen=True):
     """The request's one terminal effect. `detail` is for people: what failed, which deadline."""
 
     request_id: RequestId
@@ -234,29 +207,26 @@ class Finish:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(TaggedStruct, frozen=True):
     """The house is full: nothing was taken. Not an error, a decision."""
 
     request_id: RequestId
-    retry_after_s: float
+    retry_after_s: Number
     detail: str
     objective: bool = False  # there is room, but what it asks of its tokens would not be met
 
 
-@dataclass(frozen=True, slots=True)
-class Reshape:
+class Reshape(TaggedStruct, frozen=True):
     """The worker holds nothing: make its machine this. Reshaped follows."""
 
     config: WorkerConfig
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStands:
+class WorkerStands(TaggedStruct, frozen=True):
     """For people: where a change of a worker's role is now (`policy/worker/drain.py`), or why there is none."""
 
     worker: WorkerId
-    number: int  # of ChangeRole
+    number: Whole  # of ChangeRole
     standing: str
     role: str = ""  # that it has now
     refused: str = ""  # why it is not changed
@@ -265,11 +235,10 @@ class WorkerStands:
 Outcome = EmitTokens | Finish | Reject  # what a client is told
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """To a front, an event: what the router has said of one of its requests."""
+class Told(TaggedStruct, frozen=True):
+    """Event of a front: outcomes of its requests that the router sent in one record, in order."""
 
-    outcome: Outcome
+    outcomes: tuple[Outcome, ...]
 
 
 Effect = (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from jdisagg.core.codec import decode, decode_as, encode, shown
+from jdisagg.core.codec import decode, decode_as, encode, read_json, shown
 from jdisagg.core.errors import ConfigError, DecodeError, JournalError
 from jdisagg.core.events import Effect, Event
 from jdisagg.core.request import WorkerId
@@ -164,7 +164,7 @@ def read_lines(lines: Iterable[str]) -> tuple[Header, Iterator[Recorded]]:
 def _parse(line: str, number: int, names: Sequence[str]) -> dict[str, Any]:
     """The record of a line that has these fields."""
     try:
-        record = json.loads(line)
+        record = read_json(line)
     except (ValueError, RecursionError) as error:
         cut = "" if line.endswith("\n") else ", and has no end: the file may have been cut off there"
         raise JournalError(f"line {number} is not JSON: {str(error)[:120]}{cut}") from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import StrEnum
 from types import MappingProxyType
 
+from jdisagg.core.codec import TaggedStruct
 from jdisagg.core.errors import ConfigError
 
 LONGEST_LABEL = 128
@@ -22,8 +23,7 @@ class LinkClass(StrEnum):
     BEYOND = "beyond"
 
 
-@dataclass(frozen=True, slots=True)
-class Labels:
+class Labels(TaggedStruct, frozen=True):
     """The names of the locations that contain a worker, each inside the next; an empty one is unknown."""
 
     process: str = ""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import field
+
+from jdisagg.core.codec import TaggedStruct, Whole
 
 
 class Mark(StrEnum):
@@ -46,13 +49,12 @@ def parts_of(spans: Sequence[Span]) -> dict[str, int]:
     return parts
 
 
-@dataclass(slots=True)
-class Ledger:
+class Ledger(TaggedStruct, frozen=False):  # pyright: ignore[reportGeneralTypeIssues]
     """The recorded instants of a request, on the driver's clock; a repeated prefill appends further ones."""
 
-    marks: list[tuple[Mark, int]] = field(default_factory=list[tuple[Mark, int]])
-    wire_ns: int = 0  # time in which chunks of its KV were in transfer, during any phase
-    cached_tokens: int = 0  # prompt tokens whose KV was cached and not computed
+    marks: list[tuple[Mark, Whole]] = field(default_factory=list[tuple[Mark, int]])
+    wire_ns: Whole = 0  # time in which chunks of its KV were in transfer, during any phase
+    cached_tokens: Whole = 0  # prompt tokens whose KV was cached and not computed
 
     def mark(self, mark: Mark, at_s: float) -> None:
         """Records an instant. Clocks of several reporters may differ a little: recorded time never goes backwards."""

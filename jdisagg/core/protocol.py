@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jdisagg.core.errors import ConfigError, SenselessWord
@@ -47,7 +47,7 @@ from jdisagg.core.messages import (
     View,
     Withdraw,
 )
-from jdisagg.core.request import Attempt
+from jdisagg.core.request import Attempt, Sampled
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 
@@ -79,7 +79,7 @@ def check_word(message: Message, sender: WorkerConfig | None, to: WorkerConfig |
             raise _senseless(message, f"free_pages is {message.free_pages} of {sender.num_pages}")
         case Drawn(deltas):
             for delta in deltas:
-                _check_tokens(message, [each.token for each in (*delta.sampled, *delta.prompt)])
+                _check_sampled(message, (*delta.sampled, *delta.prompt))
                 _check_most(message, "index", delta.index)
         case Preempted(output=output):
             _check_tokens(message, output)
@@ -219,7 +219,8 @@ def _check_kept(message: Message, names: bytes, most: int) -> None:
 
 
 def _check_commit(message: Commit) -> None:
-    _check_tokens(message, (message.first.token, *message.tail))
+    _check_sampled(message, (message.first,))
+    _check_tokens(message, message.tail)
     if len(message.tail) > message.num_tokens:
         raise _senseless(message, f"a tail of {len(message.tail)} tokens of {message.num_tokens}")
     _check_most(message, "num_tokens", message.num_tokens)
@@ -227,6 +228,13 @@ def _check_commit(message: Commit) -> None:
         raise _senseless(message, f"{message.num_parts} parts of {message.num_tokens} tokens")
     if len(message.layers) > MOST_LAYERS or not all(0 <= a < b <= MOST_LAYERS for a, b in message.layers):
         raise _senseless(message, f"layers are {message.layers[:3]}, of {len(message.layers)}")
+
+
+def _check_sampled(message: Message, sampled: Sequence[Sampled]) -> None:
+    _check_tokens(message, [each.token for each in sampled])
+    for each in sampled:
+        if each.logprob is not None and any(map(math.isnan, (each.logprob, *(logprob for _, logprob in each.top)))):
+            raise _senseless(message, f"a log-probability of token {each.token} is no number")
 
 
 def _check_tokens(message: Message, tokens: Iterable[int]) -> None:

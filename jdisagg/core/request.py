@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, NewType, cast
 
+from jdisagg.core.codec import Number, TaggedStruct, Whole
 from jdisagg.core.errors import ConfigError, IllegalTransition, RequestError, TooLong
 from jdisagg.core.settings import Settings
 
@@ -24,8 +25,7 @@ DIGEST = re.compile(r"[0-9a-f]{32}")
 SALT = "\0"  # no client's cache_salt begins so
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(TaggedStruct, frozen=True):
     """One adapter, as a request names it."""
 
     name: str
@@ -82,24 +82,23 @@ LONGEST_OBJECTIVE_S = 1e6  # of ttft_s and tpot_s
 MAX_PRIORITY = 10  # of a client's request, either way
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(TaggedStruct, frozen=True):
     """How output tokens are drawn. Field names and defaults are those of the OpenAI and vLLM interfaces."""
 
-    max_tokens: int = 16
-    min_tokens: int = 0  # stop tokens are masked until this many tokens are out
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 or -1: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    presence_penalty: float = 0.0  # over output
-    frequency_penalty: float = 0.0  # over output
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    max_tokens: Whole = 16
+    min_tokens: Whole = 0  # stop tokens are masked until this many tokens are out
+    temperature: Number = 1.0  # 0 is greedy
+    top_k: Whole = 0  # 0 or -1: off
+    top_p: Number = 1.0
+    min_p: Number = 0.0
+    repetition_penalty: Number = 1.0  # over prompt and output
+    presence_penalty: Number = 0.0  # over output
+    frequency_penalty: Number = 0.0  # over output
+    logit_bias: tuple[tuple[Whole, Number], ...] = ()
     seed: int = 0  # the front draws one where the client gave none, so that a journal replays
-    stop_token_ids: tuple[int, ...] = ()  # the model's end tokens are in here unless the client ignores them
-    logprobs: int | None = None  # None: none; n: the chosen token's and the n likeliest
-    prompt_logprobs: int | None = None
+    stop_token_ids: tuple[Whole, ...] = ()  # the model's end tokens are in here unless the client ignores them
+    logprobs: Whole | None = None  # None: none; n: the chosen token's and the n likeliest
+    prompt_logprobs: Whole | None = None
     synchronous: bool = False  # every token is read by the host before the next is drawn (as a grammar's mask needs)
     speculative: bool = True  # whether several tokens of it may be drawn in one step, of a draft
     grammar: str = ""  # that the answer must follow, in llguidance's words; one that has any is synchronous
@@ -231,21 +230,20 @@ def _shown(value: Any) -> str:
         return f"a {type(value).__name__} of huge numbers"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(TaggedStruct, frozen=True):
     """One prompt and how to continue it. Times are seconds of the driver's clock."""
 
     request_id: RequestId
-    prompt: tuple[int, ...]
+    prompt: tuple[Whole, ...]
     sampling: SamplingParams
-    arrival_s: float = 0.0
-    priority: int = 0  # each step down is a head start of some seconds
-    queue_deadline_s: float | None = None  # still queued then: finished as "timeout"
+    arrival_s: Number = 0.0
+    priority: Whole = 0  # each step down is a head start of some seconds
+    queue_deadline_s: Number | None = None  # still queued then: finished as "timeout"
     cache_salt: str = ""  # KV is shared between requests of one salt only: a tenant's, say
     traceparent: str = ""  # the W3C trace context of who asked; nothing is decided by it
-    ttft_s: float | None = None  # asked for: from its arrival to its first token
-    tpot_s: float | None = None  # asked for: the mean gap between its tokens
-    forced: tuple[int, ...] = ()  # tokens of its answer that its grammar leaves no choice about, before any is drawn
+    ttft_s: Number | None = None  # asked for: from its arrival to its first token
+    tpot_s: Number | None = None  # asked for: the mean gap between its tokens
+    forced: tuple[Whole, ...] = ()  # tokens of its answer that its grammar leaves no choice about, before any is drawn
 
     @property
     def beginning(self) -> tuple[int, ...]:
@@ -309,8 +307,7 @@ class Request:
                 _check_range(field, value, 0.0, LONGEST_OBJECTIVE_S, open_low=True)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Attempt:
+class Attempt(TaggedStruct, frozen=True, order=True):
     """One try at one request: what every message of it carries.
 
     Epochs are the router's and never come again, so that a late word of an earlier try is known by its epoch and owns
@@ -318,7 +315,7 @@ class Attempt:
     """
 
     request_id: RequestId
-    epoch: int
+    epoch: Whole
 
 
 class Phase(StrEnum):
@@ -363,13 +360,12 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(TaggedStruct, frozen=True):
     """One token as it was drawn, with what the client asked to know of it (natural logarithms)."""
 
-    token: int  # BROKEN where nothing could be drawn: its request ends by it as an error
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
+    token: Whole  # BROKEN where nothing could be drawn: its request ends by it as an error
+    logprob: Number | None = None
+    top: tuple[tuple[Whole, Number], ...] = ()  # the likeliest tokens, best first
 
     @property
     def broken(self) -> bool:

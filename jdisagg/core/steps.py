@@ -10,96 +10,89 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from jdisagg.core.codec import TaggedStruct, Whole
 from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.worker_config import RAW
 
 NGRAM, DRAFT, GRAMMAR = "ngram", "draft", "grammar"  # what guesses: tokens that stood there before, a model, a grammar
 
 
-@dataclass(frozen=True, slots=True)
-class History:
+class History(TaggedStruct, frozen=True):
     """The tokens that drawing looks back at: penalties and drafts at all of them, a grammar at the output alone."""
 
-    prompt: tuple[int, ...] = ()
-    output: tuple[int, ...] = ()
+    prompt: tuple[Whole, ...] = ()
+    output: tuple[Whole, ...] = ()
 
     @property
     def whole(self) -> tuple[int, ...]:
         return self.prompt + self.output
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
+class PrefillChunk(TaggedStruct, frozen=True):
     """Consecutive tokens of one sequence. `pages` covers positions 0 to start + len(tokens)."""
 
     request_id: RequestId
-    tokens: tuple[int, ...]
-    start: int  # position of the first token
-    pages: tuple[int, ...]
+    tokens: tuple[Whole, ...]
+    start: Whole  # position of the first token
+    pages: tuple[Whole, ...]
     last: bool  # the sequence's last chunk: a token is drawn after it
     sampling: SamplingParams
     history: History = History()  # filled on the last chunk where sampling.recalls
-    num_output: int = 0  # output tokens among this sequence's tokens (a resumed request has some; for min_tokens)
+    num_output: Whole = 0  # output tokens among this sequence's tokens (a resumed request has some; for min_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunks:
+class PrefillChunks(TaggedStruct, frozen=True):
     """Chunks of several sequences, packed one behind the other."""
 
     chunks: tuple[PrefillChunk, ...]
-    bucket_tokens: int  # declared program size, >= all chunks' tokens
-    table_pages: int  # declared table width, >= the longest chunk's pages
+    bucket_tokens: Whole  # declared program size, >= all chunks' tokens
+    table_pages: Whole  # declared table width, >= the longest chunk's pages
 
     @property
     def num_tokens(self) -> int:
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(TaggedStruct, frozen=True):
     """A sequence takes a slot: its KV holds `position` tokens, `token` (drawn, not yet in the KV) is fed next."""
 
-    slot: int
+    slot: Whole
     request_id: RequestId
-    token: int
-    position: int
-    pages: tuple[int, ...]  # all it holds: those of its KV and those reserved for tokens to come
+    token: Whole
+    position: Whole
+    pages: tuple[Whole, ...]  # all it holds: those of its KV and those reserved for tokens to come
     sampling: SamplingParams
-    num_output: int  # tokens out so far, `token` included (for min_tokens)
+    num_output: Whole  # tokens out so far, `token` included (for min_tokens)
     history: History = History()  # filled where sampling.recalls
 
 
-@dataclass(frozen=True, slots=True)
-class PageGrant:
+class PageGrant(TaggedStruct, frozen=True):
     """Entry `index` of a slot's page table becomes `page`."""
 
-    slot: int
-    index: int
-    page: int
+    slot: Whole
+    index: Whole
+    page: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(TaggedStruct, frozen=True):
     """What a slot drew when it was last active, as the host read it: what it may draw next depends on it."""
 
-    slot: int
-    tokens: tuple[int, ...]
+    slot: Whole
+    tokens: tuple[Whole, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
+class Gate(TaggedStruct, frozen=True):
     """Parts of an attempt's KV that must be in their pages before this stage of a step may run.
 
     OpenGates opens it for good: its sequence goes on no further then, and what the stage makes of it counts nothing.
     """
 
-    stage: int
+    stage: Whole
     attempt: Attempt
-    parts: tuple[int, ...]
+    parts: tuple[Whole, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
+class DecodeRows(TaggedStruct, frozen=True):
     """The rows of one microbatch: retire, admit, grant, then a token, or a draft's, for every active slot.
 
     Slots are numbered over the whole worker; microbatch m holds the slots from m * n to (m + 1) * n. A slot whose
@@ -107,14 +100,14 @@ class DecodeRows:
     A seated slot that is not active is held back: it draws nothing, and goes on from where it was.
     """
 
-    microbatch: int
-    active: tuple[int, ...]
-    table_pages: int  # declared table width, >= the pages that hold the tokens of the longest active slot
+    microbatch: Whole
+    active: tuple[Whole, ...]
+    table_pages: Whole  # declared table width, >= the pages that hold the tokens of the longest active slot
     admit: tuple[Admission, ...] = ()
     grants: tuple[PageGrant, ...] = ()
-    retire: tuple[int, ...] = ()
+    retire: tuple[Whole, ...] = ()
     gates: tuple[Gate, ...] = ()  # other microbatches overtake a step that waits at one, and its own takes no other
-    widths: tuple[int, ...] = ()  # tokens at most that each active slot draws, where any may draw more than one
+    widths: tuple[Whole, ...] = ()  # tokens at most that each active slot draws, where any may draw more than one
     turns: bool = False  # in so many turns, each of which draws one; else of a draft that it verifies
     read: tuple[Read, ...] = ()  # of the active slots that have a grammar and are not admitted here
 
@@ -128,11 +121,10 @@ class DecodeRows:
         return sum(self.widths) if self.widths else len(self.active)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(TaggedStruct, frozen=True):
     """One step of a worker: decode rows, prefill chunks, or both in one program, which then reads each weight once."""
 
-    step_id: int
+    step_id: Whole
     decode: DecodeRows | None = None
     prefill: PrefillChunks | None = None
 
@@ -151,8 +143,7 @@ class StepPlan:
         return self.decode is not None and self.prefill is not None
 
 
-@dataclass(frozen=True, slots=True)
-class KVTransfer:
+class KVTransfer(TaggedStruct, frozen=True):
     """One part of a request's KV, from pages of one worker to pages of another. `attempt` fences late writers.
 
     The two lists begin at the same token and hold the same tokens, each in pages of its own worker's size, so that one
@@ -164,12 +155,12 @@ class KVTransfer:
     attempt: Attempt
     source: WorkerId
     destination: WorkerId
-    source_pages: tuple[int, ...]
-    destination_pages: tuple[int, ...]
-    num_tokens: int  # whose KV these pages hold
-    part: int = 0
-    layers: tuple[int, int] | None = None  # first and one past the last, numbered over the model; None: all
-    resends: int = 0  # times this part was shipped before
+    source_pages: tuple[Whole, ...]
+    destination_pages: tuple[Whole, ...]
+    num_tokens: Whole  # whose KV these pages hold
+    part: Whole = 0
+    layers: tuple[Whole, Whole] | None = None  # first and one past the last, numbered over the model; None: all
+    resends: Whole = 0  # times this part was shipped before
     wire: str = RAW  # what its numbers are to travel as; layers that lose too much by it go raw all the same
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
+from jdisagg.core.codec import Number, TaggedStruct, Whole
 from jdisagg.core.request import Attempt, WorkerId
 
 NOBODY = WorkerId("")
@@ -21,8 +21,7 @@ class Tier(StrEnum):
     PEER = "peer"
 
 
-@dataclass(frozen=True, slots=True)
-class PageMove:
+class PageMove(TaggedStruct, frozen=True):
     """Full pages on their way between two tiers of one worker, or one half of their way between two workers: to the
     PEER at the one that lends them, from the PEER at the one that asked. In the pool, and at the other worker, pages
     have names alone, and no numbers."""
@@ -31,8 +30,8 @@ class PageMove:
     source: Tier
     destination: Tier
     names: bytes  # of the pages, one behind the other, as in Reserve
-    source_pages: tuple[int, ...] = ()
-    destination_pages: tuple[int, ...] = ()
+    source_pages: tuple[Whole, ...] = ()
+    destination_pages: tuple[Whole, ...] = ()
     peer: WorkerId = NOBODY  # the other worker
     asked: Attempt | None = None  # at the lender: the owner of the other half
 
@@ -42,31 +41,27 @@ class PageMove:
         return self.peer if self.source is Tier.PEER else self.source.value
 
 
-@dataclass(frozen=True, slots=True)
-class MovePages:
+class MovePages(TaggedStruct, frozen=True):
     """Effect: begin to move pages. Those of HBM are packed now, in program order. `PagesMoved` follows, always; where
     they come from a peer, as soon as it has sent them, unless DropPages was asked for before."""
 
     move: PageMove
 
 
-@dataclass(frozen=True, slots=True)
-class InsertPages:
+class InsertPages(TaggedStruct, frozen=True):
     """Effect: write what was read into pages of HBM, in program order; those marked False are left as they are."""
 
     move: PageMove
     good: tuple[bool, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DropPages:
+class DropPages(TaggedStruct, frozen=True):
     """Effect: forget what was read for pages of HBM, or what is still to come from a peer: they may be another's."""
 
     move: PageMove
 
 
-@dataclass(frozen=True, slots=True)
-class PagesMoved:
+class PagesMoved(TaggedStruct, frozen=True):
     """Event: a move is over. Where it goes to HBM its pages have been read and are in none yet: InsertPages or
     DropPages answers.
 
@@ -75,14 +70,13 @@ class PagesMoved:
 
     move: PageMove
     good: tuple[bool, ...]
-    seconds: float = 0.0
-    num_bytes: int = 0
+    seconds: Number = 0.0
+    num_bytes: Whole = 0
     failed: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PagesFound:
+class PagesFound(TaggedStruct, frozen=True):
     """Event, before a worker's first request: its disk holds these pages since an earlier life."""
 
-    pages: tuple[int, ...]
+    pages: tuple[Whole, ...]
     names: bytes

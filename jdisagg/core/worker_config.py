@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from jdisagg.core.codec import Number, TaggedStruct, Whole
 from jdisagg.core.default_sizes import ChosenSizes
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.labels import NOWHERE, Labels
@@ -65,78 +66,79 @@ class Compress(StrEnum):
     AUTO = "auto"  # int8 where the link takes longer for the bytes saved than the devices to quantise, else raw
 
 
-@dataclass(frozen=True, slots=True)
-class Stages:
+class Stages(TaggedStruct, frozen=True):
     """Decode stages, each of them a program on its own devices.
 
     One step per dispatch: each stage has a microbatch of its own, and a step holds one of them. Several: a step holds
     all slots, whose microbatches go through the stages again and again within one dispatch.
     """
 
-    n: int = 1
-    steps_per_dispatch: int = 1  # tokens of each sequence that one dispatch samples, at most
+    n: Whole = 1
+    steps_per_dispatch: Whole = 1  # tokens of each sequence that one dispatch samples, at most
 
 
-@dataclass(frozen=True, slots=True)
-class Ring:
+class Ring(TaggedStruct, frozen=True):
     """Decode stages that are one program over all their devices, which takes all slots as one microbatch."""
 
-    n: int
-    steps_per_dispatch: int = 1  # tokens of each sequence that one dispatch samples, at most
+    n: Whole
+    steps_per_dispatch: Whole = 1  # tokens of each sequence that one dispatch samples, at most
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(TaggedStruct, frozen=True):
     """One worker's configuration. Buckets are ascending; a plan's size is the smallest bucket that holds it."""
 
     worker: WorkerId
     role: Role
-    num_pages: int  # pages of the pool, the null page not counted: ids run from 1 to num_pages
-    page_size: int  # tokens a page
-    max_model_len: int  # tokens of one sequence, prompt and output together
-    num_slots: int = 8  # sequences decoded at once, over all microbatches
+    num_pages: Whole  # pages of the pool, the null page not counted: ids run from 1 to num_pages
+    page_size: Whole  # tokens a page
+    max_model_len: Whole  # tokens of one sequence, prompt and output together
+    num_slots: Whole = 8  # sequences decoded at once, over all microbatches
     decode: Stages | Ring = Stages()  # how its decode steps run
-    prefill_buckets: tuple[int, ...] = (128, 512)  # tokens of one packed chunk; the last is the chunk size
-    table_buckets: tuple[int, ...] = (8, 32, 128)  # page-table widths, pages
-    max_chunk_seqs: int = 8  # sequences packed into one chunk
-    steps_in_flight: int = 2  # decode steps of one microbatch dispatched before the first one's tokens are read
-    chunks_in_flight: int = 2
-    prefill_stages: int = 1  # of a prefill worker, each on its own devices: chunks go through them in their order
-    reservations_ahead: int = 2  # sequences reserved for beyond num_slots: they take the next slots that come free
-    reserve_tokens: int = (
+    prefill_buckets: tuple[Whole, ...] = (128, 512)  # tokens of one packed chunk; the last is the chunk size
+    table_buckets: tuple[Whole, ...] = (8, 32, 128)  # page-table widths, pages
+    max_chunk_seqs: Whole = 8  # sequences packed into one chunk
+    steps_in_flight: Whole = 2  # decode steps of one microbatch dispatched before the first one's tokens are read
+    chunks_in_flight: Whole = 2
+    prefill_stages: Whole = 1  # of a prefill worker, each on its own devices: chunks go through them in their order
+    reservations_ahead: Whole = 2  # sequences reserved for beyond num_slots: they take the next slots that come free
+    reserve_tokens: Whole = (
         RESERVE_TOKENS  # output tokens whose pages are held before prefill; more are granted one by one
     )
-    decode_steps_per_chunk: int = 1  # where both are computed: steps of each busy microbatch from chunk to chunk
+    decode_steps_per_chunk: Whole = 1  # where both are computed: steps of each busy microbatch from chunk to chunk
     mixed_steps: bool = False  # chunks and decode rows in one program; else they take turns
-    short_prompt_tokens: int = 0  # the uncached end of a prompt that a decode worker computes itself, at most; 0: none
-    draft_tokens: int = 0  # tokens beyond the next one that a decode step may draw
-    forced_tokens: int = 0  # without drafts: rows of a step beside its slots', for what grammars force; 0: none
+    short_prompt_tokens: Whole = (
+        0  # the uncached end of a prompt that a decode worker computes itself, at most; 0: none
+    )
+    draft_tokens: Whole = 0  # tokens beyond the next one that a decode step may draw
+    forced_tokens: Whole = 0  # without drafts: rows of a step beside its slots', for what grammars force; 0: none
     guesses: bool = True  # of any row, guessed; else of rows with a grammar alone, where it leaves no choice
-    draft_reads: int = 0  # tokens that a draft model reads between two steps, where one guesses
-    draft_layers: int = 0  # of a draft model, numbered behind the model's, whose KV goes where the model's does
+    draft_reads: Whole = 0  # tokens that a draft model reads between two steps, where one guesses
+    draft_layers: Whole = 0  # of a draft model, numbered behind the model's, whose KV goes where the model's does
     draft_auto: bool = False  # only where that is thought to be faster than a token a step
-    ack_timeout_s: float = 30.0  # how long shipped pages wait for the destination's Ack
+    ack_timeout_s: Number = 30.0  # how long shipped pages wait for the destination's Ack
     transfer: TransferMode = TransferMode.AUTO
-    layer_groups: tuple[tuple[int, int], ...] = ()  # runs of layers computed one by one: the decode stages'; (): one
+    layer_groups: tuple[
+        tuple[Whole, Whole], ...
+    ] = ()  # runs of layers computed one by one: the decode stages'; (): one
     prefix_caching: bool = False  # full pages are kept for their content until somebody needs the room
     stage_admission: bool = True  # a sequence may begin to decode when its first stage's layers are in, others follow
     kv_layout: str = ""  # what a page's bytes are, where workers may differ: a Commit of another is refused
     digests: Digests = Digests.FULL
     compress: Compress = Compress.NONE
-    error_bound: float = 0.05  # relative, of a layer's pages: one that loses more by compression goes raw
-    part_tries: int = 3  # times that a part is asked for again
-    part_timeout_s: float = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
-    kv_token_bytes: int = 0  # of one token's KV, all layers; 0: not told
+    error_bound: Number = 0.05  # relative, of a layer's pages: one that loses more by compression goes raw
+    part_tries: Whole = 3  # times that a part is asked for again
+    part_timeout_s: Number = 5.0  # for a missing part, once COMMIT is here, before it is asked for again
+    kv_token_bytes: Whole = 0  # of one token's KV, all layers; 0: not told
     labels: Labels = NOWHERE  # where it stands
-    dram_pages: int = 0  # pages kept in the host's memory below HBM; 0: none
-    disk_pages: int = 0  # so, on disk
+    dram_pages: Whole = 0  # pages kept in the host's memory below HBM; 0: none
+    disk_pages: Whole = 0  # so, on disk
     shared_pool: bool = False  # pages are put into a pool that all workers share, and fetched from it
     peer_fetch: bool = False  # pages that other workers hold are fetched from them, and lent to them
     tier_wire: str = RAW  # what pages below HBM, or from another worker, are quantised to
-    max_loras: int = 0  # adapters that one step may hold; 0: none, and rows without any cost nothing
-    max_lora_rank: int = 0  # of each
+    max_loras: Whole = 0  # adapters that one step may hold; 0: none, and rows without any cost nothing
+    max_lora_rank: Whole = 0  # of each
     embeds: bool = False  # it tells states of prompts, where asked: one program more for each chunk
-    router_grace_s: float = 0.0  # that it keeps what it decodes when its router is gone; 0: not at all
+    router_grace_s: Number = 0.0  # that it keeps what it decodes when its router is gone; 0: not at all
 
     @property
     def keeps_below(self) -> bool:

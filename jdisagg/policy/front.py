@@ -60,8 +60,9 @@ class RouterClient:
                 self._submit(request, now_s)
             case Cancel(request_id, reason):
                 self._cancel(request_id, reason, now_s)
-            case Told(outcome):
-                self._told(outcome)
+            case Told(outcomes):
+                for outcome in outcomes:
+                    self._told(outcome)
             case RouterFound():
                 self._found()
             case RouterLost():

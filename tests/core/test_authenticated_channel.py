@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 from jdisagg.core.authenticated_channel import MAX_RECORD_BYTES, AuthenticatedChannel, mac_of
 from jdisagg.core.errors import BadTicket
 
-VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3),
+)
 
 
 def ends(
@@ -59,6 +62,19 @@ def test_a_record_over_the_limit_is_refused_at_either_end():
         writer.sign({"text": "x" * MAX_RECORD_BYTES})
     with pytest.raises(BadTicket, match="over the limit"):
         reader.verify(bytes(MAX_RECORD_BYTES + 1))
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, "\ud800"])
+def test_a_value_that_no_record_can_hold_is_refused_where_it_is_written(value: object):
+    with pytest.raises(BadTicket, match="cannot be sent"):
+        ends()[0].sign({"value": value})
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xa3\xed\xa0\x80", b"\x01"])
+def test_a_signed_record_that_is_no_object_is_refused(payload: bytes):
+    writer, reader = ends()
+    with pytest.raises(BadTicket, match="record 0 of session n is no"):
+        reader.verify(writer._mac(payload).encode() + payload)
 
 
 def test_parts_cannot_be_cut_elsewhere():

@@ -129,6 +129,7 @@ VIEW, COMMIT = View(1, 1, 0, 0), Commit(A1, Sampled(3), 6, 1)
 PART = KVTransfer(A1, WorkerId(LIAR), WorkerId(VICTIM), (1,), (1,), 4)
 START = StartPrefill(A1, request("a"), 0, WorkerId("x"), (1,), 1.0, 1.0)
 RESERVE = reserve_for(A1, request("a"), 0, WorkerId(LIAR), 1.0)
+UNSURE = TokenDelta(A1, 0, (Sampled(1, 0.0, ((2, math.nan),)),))
 REACHED = Progress(A1, Mark.COMMITTED, 0.0)
 LIES = {
     "a Commit to the router": (from_liar(ROUTER, COMMIT), "Commit: is not for"),
@@ -136,22 +137,23 @@ LIES = {
     "a Reserve to the router": (from_liar(ROUTER, RESERVE), "Reserve: is not for"),
     "an Ack the wrong way": (from_liar(VICTIM, Ack(A1)), "Ack: is not for"),
     "a View to a worker": (from_liar(VICTIM, VIEW), "View: is not for"),
-    "text for a number": (from_liar(ROUTER, VIEW, free_pages="many"), "View.free_pages: 'many' is no whole number"),
-    "lists for a number": (from_liar(ROUTER, VIEW, free_slots=[[[1]]]), "View.free_slots"),
+    "text for a number": (from_liar(ROUTER, VIEW, free_pages="many"), "got `str` - at `$.free_pages`"),
+    "lists for a number": (from_liar(ROUTER, VIEW, free_slots=[[[1]]]), "at `$.free_slots`"),
     "fewer pages than none": (from_liar(ROUTER, View(-1, 1, 0, 0)), "free_pages is -1"),
     "more pages than there are": (from_liar(ROUTER, View(65, 1, 0, 0)), "free_pages is 65 of 64"),
-    "a time that is no number": (from_liar(ROUTER, REACHED, at_s=math.nan), "Progress.at_s"),
+    "a time that is no number": (from_liar(ROUTER, REACHED, at_s=math.nan), "at_s is nan"),
     "a time without end": (from_liar(ROUTER, Ended(A1, FinishReason.STOP, math.inf, 1)), "at_s is inf"),
     "a reservation of pages that are not": (from_liar(ROUTER, Reserved(A1, (0, 65))), "2 pages that are not"),
     "a reservation of foreign pages": (from_liar(ROUTER, Reserved(A1, (1,), page_size=7)), "page_size 7"),
     "a token that is none": (from_liar(ROUTER, Drawn((TokenDelta(A1, 0, (Sampled(-1),)),))), "-1 is no token"),
     "output that is none": (from_liar(ROUTER, Preempted(A1, (1 << 40,), "")), "is no token"),
     "a Commit of a million parts": (from_liar(VICTIM, replace(COMMIT, num_parts=10**6)), "1000000 parts of 6 tokens"),
-    "a message that is a list": ({"from": LIAR, "to": ROUTER, "message": [1]}, "names no noun"),
-    "no message at all": ({"from": LIAR, "to": ROUTER}, "names no noun"),
+    "a message that is a list": ({"from": LIAR, "to": ROUTER, "message": [1]}, "names no record"),
+    "no message at all": ({"from": LIAR, "to": ROUTER}, "names no record"),
     "KV to the router": ({"from": LIAR, "to": ROUTER, "kv": {}}, "the router is none"),
     "KV of nothing": ({"from": LIAR, "to": VICTIM, "kv": {"transfer": encode(PART)}}, "a notice that cannot be read"),
-    "a number of 5,000 digits": (from_liar(ROUTER, VIEW, running=10**4200), "a huge number"),
+    "a number of 64 bits": (from_liar(ROUTER, VIEW, running=10**19), "Expected `int` <= 9223372036854775807"),
+    "a log-probability that is none": (from_liar(ROUTER, Drawn((UNSURE,))), "of token 1 is no number"),
     "another's voice": ({"from": VICTIM, "to": ROUTER, "message": encode(VIEW)}, "speaks for 'decode-0'"),
     "a status of nothing": ({"status": 7}, "a clock that cannot be read"),
 }  # fmt: skip
@@ -179,21 +181,21 @@ def test_a_lie_ends_the_session_of_the_liar_by_its_name_and_nobody_elses(
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"page_size": "x"}, "WorkerConfig.page_size: 'x' is no whole number"),
+        ({"page_size": "x"}, "Expected `int`, got `str` - at `$.page_size`"),
         ({"page_size": 0}, "page_size is 0"),
         ({"num_pages": -5}, "num_pages is -5"),
         ({"num_slots": 10**18}, "num_slots is 1000000000000000000"),
         ({"table_buckets": []}, "table_buckets"),
-        ({"role": "king"}, "'king' is no Role"),
-        ({"worker": 5}, "WorkerConfig.worker: 5 is no text"),
-        ({"crown": 5}, "WorkerConfig has no field 'crown'"),
+        ({"role": "king"}, "Invalid enum value 'king' - at `$.role`"),
+        ({"worker": 5}, "Expected `str`, got `int` - at `$.worker`"),
+        ({"crown": 5}, "WorkerConfig: Object contains unknown field `crown`"),
     ],
 )
 def test_a_worker_of_sizes_that_cannot_be_is_sent_away_at_the_door(
     listening: ListeningRouter, changed: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = worker(LIAR, Role.PREFILL, "another").to_json()
-    record["config"] |= changed
+    record["config"] = encode(record["config"]) | changed
     liar = listening.joined_by(record)
     eventually(lambda: "was sent away" in caplog.text)
     assert says in caplog.text and "Traceback" not in caplog.text

@@ -49,7 +49,7 @@ class Book:
 
     def tokens(self, index: int, *tokens: int) -> list[Any]:
         delta = TokenDelta(Attempt(A, 1), index, tuple(Sampled(token) for token in tokens))
-        return self.take(Told(EmitTokens(delta, D)))
+        return self.take(Told((EmitTokens(delta, D),)))
 
     def fire(self) -> list[Any]:
         self.now_s = max(self.now_s, self.timers.pop(GRACE_TIMER))
@@ -73,7 +73,7 @@ def test_a_request_is_asked_for_and_what_is_told_is_passed_on():
     assert book.asked() == [Ask(request("a"))]
     book.tokens(0, 10)
     book.tokens(1, 11, 12)
-    assert book.told() == [10, 11, 12] and book.take(Told(OVER)) == [OVER] and not book.front.rows
+    assert book.told() == [10, 11, 12] and book.take(Told((OVER,))) == [OVER] and not book.front.rows
 
 
 def test_the_next_router_is_asked_for_the_rest():
@@ -126,8 +126,8 @@ def test_a_client_that_goes_is_withdrawn_and_what_is_told_of_it_later_is_for_nob
     book.take(Submit(request("a")))
     book.take(Cancel(A, FinishReason.STOP))
     assert book.asked()[-1] == Withdraw(A, FinishReason.STOP)
-    book.take(Told(OVER))
-    assert book.tokens(0, 10) == [] and book.take(Told(OVER)) == []
+    book.take(Told((OVER,)))
+    assert book.tokens(0, 10) == [] and book.take(Told((OVER,))) == []
 
 
 def test_a_client_that_goes_while_there_is_no_router_has_gone():

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 import jdisagg
-from jdisagg.core.errors import ConfigError, PeerMismatch, TransferRefused
+from jdisagg.core.codec import convert
+from jdisagg.core.errors import ConfigError, DecodeError, PeerMismatch, TransferRefused
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.inproc import Inproc
 from jdisagg.kv.transport.jax_transfer import jax_transfer
@@ -42,13 +43,12 @@ class Capability:
         return asdict(self)
 
 
-def read_capability(record: dict[str, Any]) -> Capability:
-    """Of a peer's JSON. Raises PeerMismatch where it is none."""
+def read_capability(record: Any) -> Capability:
+    """Returns the capability of a peer's record. Raises PeerMismatch."""
     try:
-        texts = {name: str(record[name]) for name in ("host", "process", "platform", "version", "jax_version")}
-        return Capability(**texts, transports=tuple(str(each) for each in record["transports"]))
-    except (KeyError, TypeError) as error:
-        raise PeerMismatch(f"a peer's capability has no {error}: {str(record)[:80]}") from error
+        return convert(Capability, record)
+    except DecodeError as error:
+        raise PeerMismatch(f"a peer's capability cannot be read: {error}") from error
 
 
 def capability(platform: str) -> Capability:

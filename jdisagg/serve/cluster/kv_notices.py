@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jdisagg.core.codec import decode_as, encode, shown
+from jdisagg.core.codec import decode_as, shown
 from jdisagg.core.errors import BadTicket, ConfigError, DecodeError, PeerMismatch, SenselessWord, TransportError
 from jdisagg.core.events import KVArrived
 from jdisagg.core.layout.kv_layout import NULL_PAGE
@@ -122,7 +122,7 @@ class PeerRecord:
     def to_json(self) -> dict[str, Any]:
         stages = [stage_json(stage) for stage in self.stages]
         return {
-            "config": encode(self.config),
+            "config": self.config,
             "stages": stages,
             "capabilities": [each.to_json() for each in self.capabilities],
             "holders": [list(each) for each in self.holders],
@@ -375,7 +375,7 @@ class RemoteKV:
 
 
 def notice_of(transfer: KVTransfer, moves: list[Any], pieces: list[Any]) -> dict[str, Any]:
-    return {"transfer": encode(transfer), "moves": moves, "pieces": pieces}
+    return {"transfer": transfer, "moves": moves, "pieces": pieces}
 
 
 def _sources(machine: MeshExecutor, peer: PeerRecord, seats: Seats, move: Any) -> list[int]:
@@ -422,7 +422,7 @@ def offer_records(kv: RemoteKV, lent: Lent, peer: PeerRecord) -> dict[str, Any]:
     """The notice of what is offered now. Raises TransportError."""
     transfer = TransferId(f"{lent.asker} {lent.asked.request_id}", lent.asked.epoch, 0)
     ticket = kv.offer(transfer, [jax.device_put(lent.records, _host())], peer)
-    return {"asked": encode(lent.asked), "fingerprint": lent.fingerprint, "ticket": ticket.to_json()}
+    return {"asked": lent.asked, "fingerprint": lent.fingerprint, "ticket": ticket.to_json()}
 
 
 def read_lent(record: Any) -> LentNotice:

@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import grpc
+import msgspec
 
 from jdisagg.core.authenticated_channel import MAX_RECORD_BYTES, AuthenticatedChannel
-from jdisagg.core.codec import decode, shown
+from jdisagg.core.codec import convert, decode_as, shown
 from jdisagg.core.errors import BadTicket, ConfigError, DecodeError, SenselessWord
 from jdisagg.core.messages import Ended, Message, Progress
 from jdisagg.core.protocol import check_word
@@ -44,12 +45,13 @@ from jdisagg.serve.observability.worker_metrics import Samples, read_samples
 log = logging.getLogger("jdisagg.cluster")
 
 METHOD = "/jdisagg.Control/Join"
-PROTOCOL = 7
+PROTOCOL = 8
 NONCE_BYTES = 16
 FIRST_RECORD_BYTES = 1000
 PIECE_BYTES = 256 << 10  # the longest message of the stream; the records of a handshake are of one piece
 MORE, LAST = b"\1", b"\0"  # before a piece
 MOST_WAITING = 50_000  # messages that a peer has not taken; a busy cluster has some tens
+MOST_READ_AGAIN = 1000  # weights that one change of role had to read anew
 HANDSHAKE_S = 10.0  # to prove oneself and to be answered: whoever takes longer is cut off
 HEARTBEAT: dict[str, Any] = {"beat": 1}
 
@@ -116,17 +118,22 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._outgoing, self._incoming, self._heartbeat, self._clock = outgoing, incoming, heartbeat, clock
-        self._out: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._out: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
+        self._waiting, self._waiting_lock = 0, threading.Lock()  # messages in `_out`
         self._heard_s = clock()
         self._over_s: float | None = None
         self.why_over = ""
         self.may_send: Callable[[], bool] = lambda: True  # false ends the link: a router whose lease has ended
 
-    def send(self, body: dict[str, Any]) -> None:
-        if self._out.qsize() >= MOST_WAITING:
+    def send(self, body: dict[str, Any], num_messages: int = 1) -> None:
+        """Queues a record of `num_messages` messages; hangs up where the peer has left `MOST_WAITING` unread."""
+        with self._waiting_lock:
+            is_full = self._waiting >= MOST_WAITING
+            self._waiting += num_messages
+        if is_full:
             self.hang_up(f"it has left {MOST_WAITING} messages unread")
         if self._over_s is None:
-            self._out.put(body)
+            self._out.put((body, num_messages))
 
     def hang_up(self, why: str) -> None:
         """Ends the link once what was sent before is out. The first reason stays."""
@@ -138,11 +145,14 @@ class Link:
         """What is sent, signed, and heartbeats between; ends after `hang_up`, or when the peer is silent too long."""
         while not self._silent():
             try:
-                body = self._out.get(timeout=self._heartbeat.interval_s)
+                item = self._out.get(timeout=self._heartbeat.interval_s)
             except queue.Empty:
-                body = HEARTBEAT
-            if body is None:
+                item = HEARTBEAT, 0
+            if item is None:
                 return
+            body, num_messages = item
+            with self._waiting_lock:
+                self._waiting -= num_messages
             if not self.may_send():
                 self.hang_up("this router leads no longer")
                 return
@@ -206,11 +216,9 @@ def read_word(body: dict[str, Any], sender: WorkerConfig | None, to: WorkerConfi
             read_lent(body["lent"])
         return None
     try:
-        message = decode(body.get("message"))
+        message = decode_as(Message, body.get("message"))
     except DecodeError as error:
         raise SenselessWord(str(error)) from error
-    if not isinstance(message, Message):
-        raise SenselessWord(f"{type(message).__name__} is no message")
     check_word(message, sender, to)
     return message
 
@@ -231,30 +239,29 @@ def read_shift_s(record: Any) -> float:
     return shift_s
 
 
+class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker process reports at intervals: its clock, and what it counts and has learnt."""
+
+    now_s: float
+    recompiles: Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+    samples: Any
+    transfer_stats: Any = None
+    reshape_times: dict[WorkerId, ReshapeTimes] = {}
+
+
 def read_status(status: Any) -> tuple[float, int, Samples, TransferStats, dict[WorkerId, ReshapeTimes]]:
-    """Its clock's shift, its recompiles, its samples, and its workers' transfer statistics and changes of role."""
+    """Returns the clock's shift, the recompiles, the samples, the transfer statistics and the changes of role."""
     shift_s = read_shift_s(status)
-    recompiles, samples, transfer_stats = (status.get(name) for name in ("recompiles", "samples", "transfer_stats"))
-    if type(recompiles) is not int or not 0 <= recompiles <= MOST:
-        raise SenselessWord(f"a status of {shown(recompiles)} recompiles")
-    took = read_reshape_times(status.get("reshape_times") or {})
-    return shift_s, recompiles, read_samples(samples), read_transfer_stats(transfer_stats or {}), took
-
-
-def read_reshape_times(record: Any) -> dict[WorkerId, ReshapeTimes]:
-    """What the latest changes of a process's workers took. Raises SenselessWord."""
     try:
-        return {WorkerId(str(worker)): _reshape_times(each) for worker, each in record.items()}
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise SenselessWord(f"times of changes that cannot be read: {shown(record)}") from error
-
-
-def _reshape_times(record: Any) -> ReshapeTimes:
-    seconds = {name: float(record[name]) for name in ("reshard_s", "compile_s", "warm_s")}
-    counts = {name: int(record[name]) for name in ("moved_bytes", "num_programs")}
-    if not all(0 <= each < 1 << 62 for each in (*seconds.values(), *counts.values())):
-        raise ValueError(f"{seconds} and {counts}")
-    return ReshapeTimes(**seconds, **counts, read_again=tuple(str(each)[:200] for each in record["read_again"][:1000]))
+        found = convert(ProcessStatus, status)
+    except DecodeError as error:
+        raise SenselessWord(f"a status that cannot be read: {error}") from error
+    for worker, took in found.reshape_times.items():
+        figures = took.reshard_s, took.compile_s, took.warm_s, took.moved_bytes, took.num_programs
+        if not all(0 <= each < 1 << 62 for each in figures) or len(took.read_again) > MOST_READ_AGAIN:
+            raise SenselessWord(f"times of a change of {shown(worker)} that cannot be: {shown(took)}")
+    stats = read_transfer_stats(found.transfer_stats or {})
+    return shift_s, found.recompiles, read_samples(found.samples), stats, found.reshape_times
 
 
 # TLS by flag: for the control link (gRPC) and for KV over tcp, both from the same certificate and authority.

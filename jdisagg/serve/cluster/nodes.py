@@ -15,7 +15,7 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from jdisagg.core.codec import encode, shown
+from jdisagg.core.codec import shown
 from jdisagg.core.errors import LateWord, SenselessWord, TransferRefused
 from jdisagg.core.events import ROUTER, Received, RouterFound, RouterLost, Send
 from jdisagg.core.layout.reshard import of_one_process
@@ -90,7 +90,7 @@ class Node:
     # ------------------------------------------------------------ sending: `driver.RemoteWorkers`
 
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None:
-        self.post(to, {"from": sender, "to": to, "message": encode(message)})
+        self.post(to, {"from": sender, "to": to, "message": message})
 
     def ship(self, machine: Any, transfer: KVTransfer) -> Any:
         peer = self.peers.get(transfer.destination)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any
 
-from jdisagg.core.codec import decode_as, encode, shown
+import msgspec
+
+from jdisagg.core.codec import convert, shown
 from jdisagg.core.errors import ConfigError, DecodeError, SenselessWord
 from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
-from jdisagg.core.worker_config import Role, WorkerConfig
+from jdisagg.core.worker_config import MOST, Role, WorkerConfig
 from jdisagg.serve.cluster.kv_notices import PeerRecord
 from jdisagg.serve.deploy.deployment import Deployment, WorkerShapes, shapes_of
 
@@ -61,11 +63,21 @@ def _is_warm(text: str, mesh: MeshSpec) -> bool:
     return pool.role is Role.COLOCATED or (pool.role, pool.pp, pool.tp) in known
 
 
+class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker can become, as its process tells the router."""
+
+    devices: Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+    able: Annotated[dict[str, WorkerConfig], msgspec.Meta(max_length=MOST_OPTIONS)]
+    impossible: Annotated[dict[str, str], msgspec.Meta(max_length=MOST_OPTIONS)]
+    usual: dict[Role, str]
+    fixed: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
+
+
 def options_json(options: WorkerShapes) -> dict[str, Any]:
     return {
         "devices": options.num_devices,
-        "able": {text: encode(each.config) for text, each in options.able.items()},
-        "impossible": dict(options.impossible),
+        "able": {text: each.config for text, each in options.able.items()},
+        "impossible": {text: why[:LONGEST_TEXT] for text, why in options.impossible.items()},
         "usual": {role.value: text for role, text in options.usual.items()},
         "fixed": options.fixed,
     }
@@ -77,27 +89,17 @@ def read_all_options(record: Any, joining: Iterable[PeerRecord]) -> dict[WorkerI
         return {
             each.worker: read_options(record[each.worker], each.worker) for each in joining if each.worker in record
         }
-    except (KeyError, TypeError, ValueError, DecodeError, ConfigError) as error:
+    except (TypeError, DecodeError, ConfigError) as error:
         raise SenselessWord(f"what a peer can become cannot be read: {type(error).__name__}: {shown(error)}") from error
 
 
 def read_options(record: Any, worker: WorkerId) -> WorkerShapes:
-    """Raises SenselessWord, or what a record of other types raises: KeyError, TypeError, ValueError, DecodeError."""
-    devices, fixed = record["devices"], record["fixed"]
-    configs = {text: decode_as(WorkerConfig, each) for text, each in _entries(record["able"]).items()}
-    impossible = {text: str(why)[:LONGEST_TEXT] for text, why in _entries(record["impossible"]).items()}
-    usual = {Role(role): text for role, text in _entries(record["usual"]).items()}
-    for config in configs.values():
+    """Returns what a worker of another process can become. Raises SenselessWord, DecodeError, ConfigError."""
+    found = convert(WorkerOptions, record)
+    for config in found.able.values():
         config.check()
-    if type(devices) is not int or devices < 1 or not isinstance(fixed, str) or len(fixed) > LONGEST_TEXT:
-        raise SenselessWord(f"{worker} can be something on {str(devices)[:20]} devices")
-    if not {each.worker for each in configs.values()} <= {worker} or not set(usual.values()) <= set(configs):
+    if not {each.worker for each in found.able.values()} <= {worker} or not {*found.usual.values()} <= {*found.able}:
         raise SenselessWord(f"{worker} says what others can be, or what it cannot be itself")
-    return WorkerShapes(devices, {text: Option(each) for text, each in configs.items()}, impossible, usual, fixed)
-
-
-def _entries(record: Any) -> dict[str, Any]:
-    found = cast(dict[Any, Any], record)
-    if not isinstance(record, dict) or len(found) > MOST_OPTIONS or not all(isinstance(each, str) for each in found):
-        raise SenselessWord(f"{str(record)[:80]} are no options")
-    return {str(text): each for text, each in found.items()}
+    impossible = {text: why[:LONGEST_TEXT] for text, why in found.impossible.items()}
+    able = {text: Option(each) for text, each in found.able.items()}
+    return WorkerShapes(found.devices, able, impossible, found.usual, found.fixed)

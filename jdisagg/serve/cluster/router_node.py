@@ -7,13 +7,13 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from jdisagg.core.codec import decode, encode, shown
+from jdisagg.core.codec import decode_as, shown
 from jdisagg.core.errors import BadTicket, DecodeError, LateWord, RequestError, SenselessWord, TransferRefused
 from jdisagg.core.events import (
     ROUTER,
@@ -265,6 +265,7 @@ def _all(joining: Mapping[Link, Sequence[PeerRecord]]) -> list[PeerRecord]:
 # it is joined to.
 
 NAME = re.compile(r"front-[0-9a-f]{6,32}")
+BATCH_TOKENS = 4096  # in one record to a front
 
 
 class FrontNode:
@@ -282,7 +283,7 @@ class FrontNode:
     def send(self, sender: WorkerId, to: WorkerId, message: Message) -> None:
         link = self._link
         if link is not None:
-            link.send({"ask": encode(message)})
+            link.send({"ask": message})
 
     def ship(self, machine: Executor, transfer: KVTransfer) -> Shipment:
         raise TransferRefused(f"a front holds no KV, and {transfer.attempt.request_id!r} would ship some")
@@ -323,17 +324,24 @@ class FrontNode:
         if "able" in body:
             self.able = body["able"] is True
             return
-        try:
-            outcome = decode(body.get("told"))
-        except DecodeError as error:
-            raise SenselessWord(str(error)) from error
-        if isinstance(outcome, EmitTokens | Finish | Reject):
-            self.driver.post(ROUTER, Told(outcome))
+        self.driver.post(ROUTER, Told(_read_outcomes(body.get("told"))))
+
+
+def _read_outcomes(record: Any) -> tuple[Outcome, ...]:
+    """Returns the outcomes of one record, in order. Raises SenselessWord."""
+    if not isinstance(record, list):
+        raise SenselessWord(f"a record of outcomes is {shown(record)}, must be a list")
+    try:
+        return tuple(decode_as(Outcome, each) for each in record)
+    except DecodeError as error:
+        raise SenselessWord(str(error)) from error
 
 
 class RouterFronts:
-    """The router's end: a `ServerCallbacks` that keeps to itself what fronts say; `observe` is one of its driver's
-    observers. A request of a front is known to the router by its id and the front's name: fronts choose ids freely.
+    """The router's end of the links to fronts: a `ServerCallbacks` that handles the messages of fronts and passes on
+    all others. The router knows a front's request by its id and the front's name: fronts choose ids freely.
+
+    `deliver` takes the outcomes of a step from the driver and sends each front its own in one record.
     """
 
     driver: LiveDriver
@@ -396,7 +404,7 @@ class RouterFronts:
 
     def _hear(self, link: Link, asked: Any) -> None:
         try:
-            message = decode(asked)
+            message = decode_as(Ask | Withdraw, asked)
         except DecodeError as error:
             raise SenselessWord(str(error)) from error
         match message:
@@ -404,8 +412,6 @@ class RouterFronts:
                 self._ask(link, message)
             case Withdraw(request_id, reason):
                 self.driver.post(ROUTER, Cancel(self._our_id(link, request_id), reason))
-            case _:
-                raise SenselessWord(f"{type(message).__name__} is not for a front to say")
 
     def _our_id(self, link: Link, request_id: RequestId) -> RequestId:
         return RequestId(f"{request_id}@{self._names[link]}")
@@ -416,7 +422,7 @@ class RouterFronts:
             self._check(request)
         except RequestError as error:
             refused = Finish(request.request_id, FinishReason.ERROR, Ledger(), detail=str(error))
-            link.send({"told": encode(refused)})
+            link.send({"told": [refused]})
             return
         if len(output) > request.sampling.max_tokens or min(output, default=0) < 0:
             raise SenselessWord(f"{request.request_id!r} has {len(output)} tokens already: {shown(output[:8])}")
@@ -433,18 +439,24 @@ class RouterFronts:
         self._asked[ours] = link, message.request.request_id
         self.driver.post(ROUTER, Submit(request, output, message.resumed))
 
-    def observe(self, actor: WorkerId, item: Any, now_s: float) -> None:
-        """On the driver's thread: what clients of fronts are to be told goes there."""
-        if not isinstance(item, EmitTokens | Finish | Reject):
-            return
-        if item.request_id in self._dying:
-            if not isinstance(item, EmitTokens):
-                self._dying.discard(item.request_id)
-            return
-        found = self._asked.get(item.request_id) if isinstance(item, EmitTokens) else self._over(item)
-        if found is not None:
-            link, theirs = found
-            link.send({"told": encode(self._for_front(item, theirs, link))})
+    def deliver(self, told: Sequence[tuple[RequestId, Outcome]]) -> None:
+        """Sends each front its outcomes of one step, in order and in one record, or several where they are many.
+
+        Runs on the driver's thread.
+        """
+        by_link: dict[Link, list[Outcome]] = {}
+        for request_id, item in told:
+            if request_id in self._dying:
+                if not isinstance(item, EmitTokens):
+                    self._dying.discard(request_id)
+                continue
+            found = self._asked.get(request_id) if isinstance(item, EmitTokens) else self._over(item)
+            if found is not None:
+                link, theirs = found
+                by_link.setdefault(link, []).append(self._for_front(item, theirs, link))
+        for link, outcomes in by_link.items():
+            for batch in _batches(outcomes):
+                link.send({"told": batch}, len(batch))
 
     def _over(self, item: Finish | Reject) -> tuple[Link, RequestId] | None:
         with self._lock:
@@ -462,3 +474,26 @@ class RouterFronts:
                 return replace(item, request_id=theirs, ledger=there)
             case Reject():
                 return replace(item, request_id=theirs)
+
+
+def _batches(outcomes: Sequence[Outcome]) -> Iterator[list[Outcome]]:
+    """Yields the outcomes in order, in lists of at most `BATCH_TOKENS` tokens: one outcome may have more.
+
+    A record over the size limit is not sent, so a long prompt's log-probabilities must not be in one with others.
+    """
+    batch, held = list[Outcome](), 0
+    for each in outcomes:
+        size = _num_tokens(each)
+        if batch and held + size > BATCH_TOKENS:
+            yield batch
+            batch, held = [], 0
+        batch.append(each)
+        held += size
+    if batch:
+        yield batch
+
+
+def _num_tokens(outcome: Outcome) -> int:
+    if not isinstance(outcome, EmitTokens):
+        return 1
+    return len(outcome.delta.sampled) + len(outcome.delta.prompt) + len(outcome.delta.pooled)

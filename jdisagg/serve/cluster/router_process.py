@@ -282,12 +282,13 @@ def build_router(
         {name: Worker(machine.config) for name, machine in machines.items()},
         machines,
         operation=operation_of(deployment, settings, node, router, records, stores, reshaper),
-        observers=(node.observe, fronts.observe),
+        observers=(node.observe,),
         remote=node,
         able=lambda: node.able,
         standby_error=leadership.standby_error,
     )
     node.driver = fronts.driver = service.driver
+    service.deliver_remote = fronts.deliver
     return RouterProcess(service, node, control_server, profiles, leadership)
 
 

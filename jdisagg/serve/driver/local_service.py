@@ -34,6 +34,7 @@ from jdisagg.serve.frontends.text import Piece, TextOptions, Transcript
 from jdisagg.serve.observability.metrics import Metrics
 from jdisagg.serve.observability.records import DebugState
 
+Deliver = Callable[[list[tuple[RequestId, Outcome]]], None]
 UNREADY = "the server is not ready, has failed, or is going down: running requests finish, new ones are not taken"
 
 
@@ -58,6 +59,8 @@ class Mailbox:
 
 class LocalService:
     """Implements `Service` over a `LiveDriver` that it starts and stops."""
+
+    deliver_remote: Deliver | None = None  # takes the outcomes of every event, on the driver's thread, for fronts
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class LocalService:
             router,
             workers,
             machines,
-            deliver=self._deliver,
+            deliver=self._deliver_all,
             died=self._died,
             observers=observers,
             remote=remote,
@@ -209,6 +212,12 @@ class LocalService:
         for notify in self._on_death:
             with contextlib.suppress(RuntimeError):  # its event loop has ended
                 notify()
+
+    def _deliver_all(self, outcomes: list[tuple[RequestId, Outcome]]) -> None:
+        """Hands the outcomes of one event to the clients of this process and to those of front processes."""
+        self._deliver(outcomes)
+        if self.deliver_remote is not None:
+            self.deliver_remote(outcomes)
 
     def _deliver(self, outcomes: list[tuple[RequestId, Outcome]]) -> None:
         """Puts outcomes into mailboxes, with one wake-up per event loop. Called on the driver thread."""

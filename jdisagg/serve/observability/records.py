@@ -18,7 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from jdisagg.core.errors import BadTicket, ConfigError
+from jdisagg.core.codec import convert
+from jdisagg.core.errors import BadTicket, ConfigError, DecodeError
 from jdisagg.core.events import (
     ROUTER,
     DropKV,
@@ -131,14 +132,12 @@ def _described(worker: Worker) -> dict[str, str]:
 
 
 def read_transfer_stats(reported: Any) -> TransferStats:
-    """Reads the statistics that another process reports. Raises BadTicket if they cannot be read."""
+    """Returns the transfer statistics that another process reports, its texts cut short. Raises BadTicket."""
     try:
-        return {
-            WorkerId(str(worker)): {str(name)[:40]: str(text)[:MOST_CHARS] for name, text in of.items()}
-            for worker, of in reported.items()
-        }
-    except AttributeError as error:
+        found = convert(TransferStats, reported)
+    except DecodeError as error:
         raise BadTicket(f"a peer's transfer statistics cannot be read: {error}") from error
+    return {worker: {name[:40]: text[:MOST_CHARS] for name, text in of.items()} for worker, of in found.items()}
 
 
 PHASE_OF_MESSAGE = {StartPrefill: Phase.PREFILLING, Preempted: Phase.QUEUED, Reserve: Phase.QUEUED}

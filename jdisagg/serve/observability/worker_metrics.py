@@ -16,7 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from jdisagg.core.errors import BadTicket
+from jdisagg.core.codec import convert
+from jdisagg.core.errors import BadTicket, DecodeError
 from jdisagg.core.events import (
     EngineFailed,
     KVArrived,
@@ -278,15 +279,14 @@ def samples_of(registry: CollectorRegistry) -> list[list[Any]]:
 
 
 def read_samples(rows: Any) -> Samples:
-    """Reads the rows of `samples_of`. Raises BadTicket if they cannot be read."""
+    """Returns the samples, by family, of the rows that `samples_of` made. Raises BadTicket."""
     found: Samples = {}
     try:
-        for family, name, labels, value in rows:
-            texts = {str(key): str(text) for key, text in labels.items()}
-            if not (isinstance(name, str) and name.startswith(family)):
-                raise ValueError(f"{name!r} is no sample of {family!r}")
-            found.setdefault(family, []).append(Sample(name, texts, float(value)))
-    except (TypeError, ValueError, AttributeError) as error:
+        for family, name, labels, value in convert(list[tuple[str, str, dict[str, str], float]], rows):
+            if not name.startswith(family):
+                raise BadTicket(f"a peer counts what cannot be read: {name[:80]!r} is no sample of {family[:80]!r}")
+            found.setdefault(family, []).append(Sample(name, labels, value))
+    except DecodeError as error:
         raise BadTicket(f"a peer counts what cannot be read: {error}") from error
     return found
 

@@ -49,7 +49,7 @@ class RecordingLink(Link):
         )
         self.sent: list[dict[str, Any]] = []
 
-    def send(self, body: dict[str, Any]) -> None:
+    def send(self, body: dict[str, Any], num_messages: int = 1) -> None:
         self.sent.append(body)
 
 
@@ -107,7 +107,7 @@ def test_workers_come_and_go_and_the_others_are_told(fixture: RouterFixture):
     second = fixture.join(worker("prefill-0", Role.PREFILL, "two"))
     assert fixture.node.able
     eventually(lambda: fixture.knows("decode-0", "prefill-0"))
-    assert [one["config"]["worker"] for one in first.sent[-1]["peers"]] == ["prefill-0"]
+    assert [one["config"].worker for one in first.sent[-1]["peers"]] == ["prefill-0"]
     fixture.node.on_lost(second, "it left")
     eventually(lambda: fixture.knows("decode-0"))
     assert first.sent[-1] == {"gone": ["prefill-0"]} and not fixture.node.able

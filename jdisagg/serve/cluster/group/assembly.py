@@ -27,7 +27,7 @@ from jdisagg.serve.cluster.group.stream import FrameSocket, GroupStream
 
 log = logging.getLogger("jdisagg.group")
 
-PROTOCOL = 1
+PROTOCOL = 2
 NONCE_BYTES = 16
 OPENING_BYTES = 1000  # the longest first record of an unauthenticated peer
 HANDSHAKE_S = 10.0

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from jdisagg.cluster.membership import GroupPlace
 from jdisagg.core.codec import decode_as, encode
 from jdisagg.core.dispatch_digest import EVERY, DigestComparison, RunningDigest
@@ -277,7 +279,7 @@ class GroupExecutor(MeshExecutor):
     steps = 0
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
-        encoded = encode(plan)
+        encoded = msgspec.to_builtins(plan)
         self.members.command({"run": encoded, "ships": group_done is not None})
 
         def done(layers: int) -> None:
@@ -293,7 +295,7 @@ class GroupExecutor(MeshExecutor):
         return GroupStep(pending, self.members)
 
     def open_gates(self, attempt: Attempt) -> None:
-        self.members.command({"gates": encode(attempt)})
+        self.members.command({"gates": attempt})
         with ending(self.members, "opening gates"):
             super().open_gates(attempt)
 
@@ -339,7 +341,7 @@ class GroupKV(RemoteKV):
         failed: Callable[[Exception], None],
     ) -> None:
         """Offers a part. `tell` is called when all processes have offered, on the thread of the last reply."""
-        replies = self.members.ask({"offer": encode(transfer), "raw": machine.error_monitor.lead()})
+        replies = self.members.ask({"offer": transfer, "raw": machine.error_monitor.lead()})
         moves, pieces = self.offers(machine, transfer, peer)
 
         def all_offered(found: list[Reply]) -> None:
@@ -365,7 +367,7 @@ class GroupKV(RemoteKV):
         return shipment, KVArrived(arrived.transfer, shipment.came, arrived.wire_s)
 
     def withdraw(self, attempt: Attempt) -> None:
-        self.members.command({"withdraw": encode(attempt)})
+        self.members.command({"withdraw": attempt})
         super().withdraw(attempt)
 
     def withdraw_for(self, destination: WorkerId) -> None:
@@ -432,7 +434,7 @@ class LeaderStart:
         settings = self._settings
         own = own_workers(deployment, roles_of(settings))
         ((name, config),) = own.items()
-        built = self.members.ask({"build": encode(config), "name": name, "device_bytes": device_bytes})
+        built = self.members.ask({"build": config, "name": name, "device_bytes": device_bytes})
         LAUNCHES.observers.append(self.members.note)
         remote_kv = remote_kv_of(deployment, settings, GroupKV)
         machines = load_executors(deployment, settings, devices, own, kind=GroupExecutor)
