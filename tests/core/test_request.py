@@ -19,7 +19,7 @@ GOOD = Request(RequestId("a"), (1, 2, 3), SamplingParams(max_tokens=4, seed=7))
 
 
 def checked(**changed: Any) -> None:
-    fields = set(SamplingParams.__slots__)
+    fields = set(SamplingParams.__struct_fields__)
     sampling = replace(GOOD.sampling, **{name: value for name, value in changed.items() if name in fields})
     others = {name: value for name, value in changed.items() if name not in fields}
     replace(GOOD, sampling=sampling, **others).check(100, 64)
@@ -72,8 +72,8 @@ def test_a_field_of_the_wrong_kind_or_range_is_refused_by_its_name(field: str, v
 )
 def test_what_passes_crosses_to_other_processes_as_it_is(changed: dict[str, Any]) -> None:
     checked(**changed)
-    fields = {name: value for name, value in changed.items() if name in SamplingParams.__slots__}
-    others = {name: value for name, value in changed.items() if name not in SamplingParams.__slots__}
+    fields = {name: value for name, value in changed.items() if name in SamplingParams.__struct_fields__}
+    others = {name: value for name, value in changed.items() if name not in SamplingParams.__struct_fields__}
     request = replace(GOOD, sampling=replace(GOOD.sampling, **fields), **others)
     assert decode(json.loads(json.dumps(encode(request)))) == request
 
