@@ -73,7 +73,8 @@ def encode(value: Any) -> Any:
 
 @cache
 def _fields(noun: type) -> tuple[dataclasses.Field[Any], ...]:
-    return tuple(each for each in dataclasses.fields(noun) if each.init)
+    """Returns the fields that are sent; local ones keep their defaults elsewhere."""
+    return tuple(each for each in dataclasses.fields(noun) if each.init and not each.metadata.get("is_local"))
 
 
 @cache

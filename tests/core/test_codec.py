@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ from jdisagg.core.errors import DecodeError
 from jdisagg.core.events import Event, Finish, Received
 from jdisagg.core.ledger import Ledger, Mark
 from jdisagg.core.messages import Abort, Commit, Message, Reserved, TokenDelta, View
-from jdisagg.core.request import Attempt, FinishReason, RequestId, Sampled, WorkerId
+from jdisagg.core.request import PARAMETERS, Attempt, FinishReason, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
 from tests.sim.cases import request
 
@@ -26,6 +26,10 @@ st.register_type_strategy(str, st.text(max_size=8))
 st.register_type_strategy(int, st.integers(-(2**40), 2**40))
 st.register_type_strategy(
     Ledger, st.lists(st.tuples(st.sampled_from(Mark), st.integers(0, 2**62)), max_size=3).map(Ledger)
+)
+SENT = {name: hint for name, hint in get_type_hints(SamplingParams).items() if not PARAMETERS[name].is_local}
+st.register_type_strategy(
+    SamplingParams, st.builds(SamplingParams, **{name: st.from_type(hint) for name, hint in SENT.items()})
 )
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import RequestError
-from jdisagg.core.request import Adapter
+from jdisagg.core.request import Adapter, SamplingParams
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.frontends import offline
 from jdisagg.serve.frontends.front_settings import FrontSettings
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 from jdisagg.serve.frontends.tools.asked import Parsers
 from tests.hostile.model_folders import copy
 from tests.serve.live_tools import ANSWER, TEMPLATE, TIME, WEATHER
@@ -78,7 +77,7 @@ def test_a_tool_that_must_be_called_is(service: ScriptedService):
 def test_what_is_said_of_sampling_reaches_the_request(service: ScriptedService, said: dict[str, Any]):
     sampling = SamplingParams(max_tokens=4, temperature=0.5, **said)
     answer = asyncio.run(offline.chat(service, USER, sampling, SETTINGS))
-    request, wanted = service.seen[0].sampling, sampling.resolved({}, service.tokenizer.eos_ids)
+    request, wanted = service.seen[0].sampling, sampling.resolve({}, service.tokenizer.eos_ids)
     for name in ("max_tokens", "temperature", "top_k", "min_tokens", "logit_bias", "logprobs", "prompt_logprobs"):
         assert getattr(request, name) == getattr(wanted, name), name
     assert set(said.get("stop_token_ids", ())) <= set(request.stop_token_ids)

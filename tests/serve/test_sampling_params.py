@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from jdisagg.core import request as core
+from jdisagg.core.request import SamplingParams
 from jdisagg.engine.sampling import SEED_HIGH, SEED_LOW, SamplingRows
 from jdisagg.serve.frontends import offline
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.jobs import completion_job
 from jdisagg.serve.frontends.http.schema import CompletionBody
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 from tests.serve.live_toy import toy_stack
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0}

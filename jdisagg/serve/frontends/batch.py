@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from starlette.types import ASGIApp
 
 from jdisagg.core.errors import OutputError, RequestError
+from jdisagg.core.request import LARGEST, NUMBERS, ParameterRoute, SamplingParams
 from jdisagg.serve.driver.service import Draining, Service
 from jdisagg.serve.frontends.offline import AT_ONCE, AnswerFile, BatchCall, Prompt, complete, row_of
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,9 @@ class Batch:
 
 
 AnyJob = TypeVar("AnyJob")
-_OVERRIDES = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+OVERRIDES = frozenset(  # numbers of the table of sampling parameters: a line has one answer
+    name for name, spec in NUMBERS.items() if spec.is_default_marked and spec.route is not ParameterRoute.PYTHON
+)
 
 
 def read_jobs(path: Path) -> list[Job]:
@@ -72,7 +74,7 @@ def _job(number: int, text: bytes, place: str) -> Job:
         prompt = row["prompt"]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise RequestError(f"{place}: not an object with a prompt ({error})") from error
-    job = Job(number, prompt, {key: row[key] for key in _OVERRIDES if key in row})
+    job = Job(number, prompt, {key: row[key] for key in OVERRIDES & row.keys()})
     wrong = _not_of_its_kind(job)
     if wrong:
         raise RequestError(f"{place}: {wrong}")
@@ -80,7 +82,7 @@ def _job(number: int, text: bytes, place: str) -> Job:
 
 
 def _not_of_its_kind(job: Job) -> str:
-    """Which value of a line is of the wrong kind; empty where none is. Ranges are the request's own business."""
+    """Returns which value of a line is of the wrong type; "" if none is. Ranges are checked with the request."""
     tokens = job.prompt if isinstance(job.prompt, list) else []
     if not (isinstance(job.prompt, str | list) and all(type(token) is int for token in tokens)):
         return "prompt is neither a text nor a list of token ids"
@@ -88,6 +90,10 @@ def _not_of_its_kind(job: Job) -> str:
         SamplingParams(**job.overrides)
     except RequestError as error:
         return str(error)
+    for name, value in job.overrides.items():
+        spec = NUMBERS[name]
+        if type(value) is int and abs(value) > LARGEST >= spec.high:
+            return f"{name} is {value}, must lie in [{spec.low}, {spec.high}]"
     return ""
 
 

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from jdisagg.core.errors import OutputError, RequestError
 from jdisagg.core.ledger import Ledger
-from jdisagg.core.request import Request, RequestId, Sampled
+from jdisagg.core.request import Request, RequestId, Sampled, SamplingParams
 from jdisagg.serve.driver.local_service import Batch, merged, pieces
 from jdisagg.serve.driver.service import Rejected, Service
 from jdisagg.serve.frontends.best_of import answers_drawn, likeliest, likelihood
@@ -32,8 +32,7 @@ from jdisagg.serve.frontends.http.embeddings import PoolingFields, pooling_job, 
 from jdisagg.serve.frontends.http.jobs import chat_job, grammar_for
 from jdisagg.serve.frontends.http.rendering import HttpResponse, answered
 from jdisagg.serve.frontends.http.schema import ChatBody, ChatFields, brief, valid
-from jdisagg.serve.frontends.sampling import choice_seed
-from jdisagg.serve.frontends.sampling_params import SamplingParams
+from jdisagg.serve.frontends.sampling import choice_seed, resolved, text_options
 from jdisagg.serve.frontends.structured import form_of
 from jdisagg.serve.frontends.text import Piece, TextOptions
 from jdisagg.serve.frontends.tools.parser import Call
@@ -112,7 +111,7 @@ def order_of(service: Service, prompt: Prompt, sampling: SamplingParams, grammar
     clients who may have left."""
     tokenizer = service.tokenizer
     tokens = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-    drawn = sampling.resolved(service.sampling_defaults, tokenizer.eos_ids, grammar)
+    drawn = resolved(sampling, service.sampling_defaults, tokenizer.eos_ids, grammar)
     name, now_s = f"local-{next(_numbers)}", service.now_s()
     requests = tuple(
         Request(
@@ -125,7 +124,7 @@ def order_of(service: Service, prompt: Prompt, sampling: SamplingParams, grammar
         for choice in range(sampling.n)
     )
     requests[0].check(service.model_config.vocab_size, service.max_model_len)
-    return Order(requests, sampling.options(drawn, tokenizer.eos_ids))
+    return Order(requests, text_options(sampling, drawn, tokenizer.eos_ids))
 
 
 async def chat_prompt(service: Service, messages: Messages, sampling: SamplingParams) -> tuple[Prompt, SamplingParams]:
@@ -133,7 +132,7 @@ async def chat_prompt(service: Service, messages: Messages, sampling: SamplingPa
     body = valid(ChatFields, {"messages": [dict(each) for each in messages]})
     ids = await chat_ids(body, service.tokenizer, service.max_model_len, False)
     left = max(1, service.max_model_len - len(ids))
-    return ids, replace(sampling, max_tokens=left) if sampling.max_tokens is None else sampling
+    return ids, sampling if "max_tokens" in sampling.given() else replace(sampling, max_tokens=left)
 
 
 async def _retrying(service: Service, request: Request, options: TextOptions) -> AsyncGenerator[Piece]:
@@ -154,7 +153,7 @@ async def stream(
     """Pieces of the answers as they come, each with its `choice`; closing the generator cancels the rest."""
     answers_drawn(sampling.n, sampling.best_of, stream=True)
     form = form_of({"structured_outputs": sampling.structured_outputs})
-    order = order_of(service, prompt, sampling, await grammar_for(form, service, settings) or "")
+    order = order_of(service, prompt, sampling, await grammar_for(form, service, settings))
     async with aclosing(_batches(service, order)) as batches:
         async for batch in batches:
             for choice, piece in batch:
@@ -235,7 +234,7 @@ async def chat(
         raise RequestError(f"chat takes no {unknown[0]!r}, it takes {', '.join(sorted(CHAT_OPTIONS))}", unknown[0])
     if sampling.best_of not in (None, sampling.n):
         raise RequestError(f"best_of is {sampling.best_of} in a chat, which draws n: {sampling.n}", param="best_of")
-    fields = {"messages": [dict(each) for each in messages], **sampling.body(), **options}
+    fields = {"messages": [dict(each) for each in messages], **_body_of(sampling), **options}
     job = await chat_job(valid(ChatBody, fields), service, settings, str(next(_numbers)), "local-")
     requests = tuple(_adapted(each.request, sampling) for each in job.choices)
     batches, answers = _batches(service, Order(requests, job.options)), [_Answer() for _ in requests]
@@ -244,6 +243,16 @@ async def chat(
             for choice, piece in batch:
                 answers[choice].take(piece)
     return _completion(answers, job.prompt_tokens, sampling)
+
+
+def _body_of(sampling: SamplingParams) -> dict[str, Any]:
+    """Returns the parameters that the caller gave as the fields of a chat over HTTP."""
+    given = {name: value for name, value in sampling.given().items() if name in ChatBody.model_fields}
+    if "logit_bias" in given:
+        given["logit_bias"] = {str(token): bias for token, bias in dict(given["logit_bias"]).items()}
+    if sampling.logprobs is not None:
+        given |= {"logprobs": True, "top_logprobs": sampling.logprobs}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
 
 def _adapted(request: Request, sampling: SamplingParams) -> Request:

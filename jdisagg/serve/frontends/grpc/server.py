@@ -36,7 +36,7 @@ from jdisagg.serve.frontends.grpc.jetstream_pb2_grpc import OrchestratorServicer
 from jdisagg.serve.frontends.http.app import create_app
 from jdisagg.serve.frontends.http.errors import describe
 from jdisagg.serve.frontends.http.rendering import messages
-from jdisagg.serve.frontends.sampling import choice_seed, fold_seed, sampling_params
+from jdisagg.serve.frontends.sampling import choice_seed, resolved
 from jdisagg.serve.frontends.text import TextOptions
 
 # `grpc.health.v1` of a service, asked afresh each time: serving while new requests are taken.
@@ -309,14 +309,12 @@ class Orchestrator(OrchestratorServicer):
         if name and adapter is None:
             raise RequestError(f"lora_adapter_id is {name[:100]!r}; the adapters that are loaded: {known}")
         eos_ids = service.tokenizer.eos_ids if settings.eos_ids is None else settings.eos_ids
-        said = {
-            "max_tokens": asked.max_tokens or max(1, service.max_model_len - prompt_tokens),
-            "temperature": 0.0 if asked.num_samples <= 1 else 1.0,
-            "seed": fold_seed(None),
-            "adapter": adapter,
-            "stop_token_ids": tuple(eos_ids),
-        }
-        return sampling_params(said, settings.sampling_defaults)
+        sampling = SamplingParams(
+            max_tokens=asked.max_tokens or max(1, service.max_model_len - prompt_tokens),
+            temperature=0.0 if asked.num_samples <= 1 else 1.0,
+            adapter=adapter,
+        )
+        return resolved(sampling, settings.sampling_defaults, eos_ids)
 
     def _options(self, sampling: SamplingParams) -> TextOptions:
         ends = frozenset(sampling.stop_token_ids)
