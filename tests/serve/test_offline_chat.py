@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,3 +114,8 @@ def test_texts_become_vectors_as_over_http():
         with pytest.raises(RequestError, match="--embeddings"):
             asyncio.run(offline.embed(stack.service, ["x"], FrontSettings()))
     assert vectors[0] == vectors[2] != vectors[1] and last == [[0.0, 1.0]]
+
+
+def test_answers_in_the_own_process_need_no_http_server():
+    code = "import sys, jdisagg.serve.frontends.offline; sys.exit(bool({'fastapi', 'starlette'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

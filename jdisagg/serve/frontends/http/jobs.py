@@ -8,17 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from jdisagg.core.errors import ConfigError, RequestError
-from jdisagg.core.request import PARAMETERS, Request, RequestId, SamplingParams
+from jdisagg.core.request import PARAMETERS, POOLED_ONE, Request, RequestId, SamplingParams
 from jdisagg.model.grammars.grammars import open_grammars
 from jdisagg.serve.driver.local_service import check_work
 from jdisagg.serve.driver.service import Service
 from jdisagg.serve.frontends import text as offload
+from jdisagg.serve.frontends.adapters import ModelNotFound
 from jdisagg.serve.frontends.best_of import answers_drawn
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.chat import chat_ids
-from jdisagg.serve.frontends.http.errors import ModelNotFound
-from jdisagg.serve.frontends.http.schema import ChatBody, CompletionBody, FormFields, GenerationFields
+from jdisagg.serve.frontends.http.schema import ChatBody, CompletionBody, FormFields, GenerationFields, PoolingFields
 from jdisagg.serve.frontends.sampling import choice_seed, resolved, text_options, token_biases
 from jdisagg.serve.frontends.structured import Form, form_of, grammar_of
 from jdisagg.serve.frontends.text import TextOptions
@@ -311,3 +313,65 @@ def _choices(
             request.check(service.model_config.vocab_size, service.max_model_len)
         choices.append(Choice(request, prompt, nth == 0))
     return tuple(choices)
+
+
+async def pooling_job(
+    body: PoolingFields,
+    given: Sequence[str] | Sequence[list[int]],
+    service: Service,
+    settings: FrontSettings,
+    name: str,
+    prefix: str,
+) -> Job:
+    """Returns the job of texts to be pooled: a request each, which ends with its prompt. Raises RequestError."""
+    check_model(body.model, service, settings)
+    if settings.embeddings == "off":
+        raise RequestError("this server makes no embeddings; start it with --embeddings=last or mean", param="model")
+    if not 1 <= len(given) <= settings.max_choices:
+        raise RequestError(f"there are {len(given)} inputs, must be 1 to {settings.max_choices}", param="input")
+    texts = [each for each in given if isinstance(each, str)]
+    found = await encode(service, texts, body.add_special_tokens is not False) if texts else []
+    ids = found or [tuple(each) for each in given if not isinstance(each, str)]
+    prompts = [last_tokens(each, body.truncate_prompt_tokens, service) for each in ids]
+    choices = tuple(
+        _pooled_choice(body, prompt, service, settings, f"{prefix}{name}", i) for i, prompt in enumerate(prompts)
+    )
+    return Job(
+        chat=False,
+        public_id=f"{prefix}{name}",
+        created=int(time.time()),
+        model=body.model or service.model_name,
+        choices=choices,
+        options=TextOptions(),
+        stream=False,
+        include_usage=False,
+        usage_everywhere=False,
+        echo=False,
+        prompt_only=True,
+        logprobs=False,
+        prompt_logprobs=False,
+        token_ids=False,
+        tokens_as_ids=False,
+        ledger=False,
+    )
+
+
+def _pooled_choice(
+    body: PoolingFields, ids: tuple[int, ...], service: Service, settings: FrontSettings, public_id: str, index: int
+) -> Choice:
+    now_s = service.now_s()
+    pooling, adapter = body.pooling or settings.embeddings, settings.adapters.find(body.model)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, adapter=adapter)
+    deadline_s = None if settings.queue_timeout_s is None else now_s + settings.queue_timeout_s
+    request_id = RequestId(f"{public_id}-{uuid.uuid4().hex[:8]}-{index}")
+    request = Request(request_id, ids, sampling, now_s, body.priority, deadline_s, body.cache_salt)
+    request.check(service.model_config.vocab_size, service.max_model_len)
+    return Choice(request, Prompt(ids), True)
+
+
+def vector(pooled: tuple[int, ...], choice: Choice, dimensions: int | None, *, normalize: bool) -> np.ndarray:
+    """Returns the last token's state or the mean of all as f32, cut to `dimensions` and normalised to length 1."""
+    count = len(choice.prompt.ids) if choice.request.sampling.pooling == "mean" else 1
+    found = np.array(pooled, np.float64)[:dimensions] / (POOLED_ONE * count)
+    length = np.linalg.norm(found)
+    return (found / length if normalize and length > 0 else found).astype(np.float32)

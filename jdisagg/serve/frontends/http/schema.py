@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import pydantic_core
@@ -272,6 +272,21 @@ class CompletionBody(ScoredFields):
     """`POST /v1/completions`: the body of the request."""
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+
+
+class PoolingFields(BaseModel):
+    """The fields of every body that asks for pooled states of texts."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    pooling: Literal["last", "mean"] | None = None  # null: as --embeddings says
+    truncate_prompt_tokens: Count | None = None
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    request_id: str | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+    user: str | None = None
 
 
 class ChatMessage(BaseModel):
