@@ -213,6 +213,8 @@ class SamplingParams:
                 raise RequestError(f"{name} is {_shown(count)}, must lie in [1, {MAX_CHOICES}]", param=name)
         for name, kind in (("stop", str), ("stop_token_ids", int)):
             listed: Any = getattr(self, name)
+            if listed == ():
+                continue
             if not isinstance(listed, Iterable) or not {kind}.issuperset(map(type, cast(Iterable[Any], listed))):
                 raise RequestError(f"{name} is {_shown(listed)}, must hold {kind.__name__} only", param=name)
 

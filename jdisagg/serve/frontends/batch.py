@@ -33,7 +33,7 @@ Header = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class HttpResponse:
+class HttpReply:
     status: int
     headers: dict[str, str]
     body: bytes
@@ -42,7 +42,7 @@ class HttpResponse:
 async def messages(
     app: ASGIApp, path: str, body: bytes, headers: Iterable[Header] = (), client: str = "inside"
 ) -> AsyncGenerator[Message]:
-    """What the app sends for a POST; closing the generator is its client leaving."""
+    """Yields the messages that the app sends for a POST; closing the generator is its client leaving."""
     sent, room, gone = asyncio.Queue[Message | None](), asyncio.Semaphore(AHEAD), asyncio.Event()
     unread = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -93,8 +93,8 @@ def _scope(path: str, body: bytes, headers: Iterable[Header], client: str) -> Me
     }
 
 
-async def answered(app: ASGIApp, path: str, body: bytes, headers: Iterable[Header] = ()) -> HttpResponse:
-    """The whole answer to a POST."""
+async def answered(app: ASGIApp, path: str, body: bytes, headers: Iterable[Header] = ()) -> HttpReply:
+    """Returns the whole answer to a POST."""
     status, told, parts = 500, dict[str, str](), list[bytes]()
     async with aclosing(messages(app, path, body, headers)) as sent:
         async for message in sent:
@@ -103,16 +103,15 @@ async def answered(app: ASGIApp, path: str, body: bytes, headers: Iterable[Heade
                 told = {name.decode(): value.decode() for name, value in message.get("headers", ())}
             else:
                 parts.append(message.get("body", b""))
-    return HttpResponse(status, told, b"".join(parts))
+    return HttpReply(status, told, b"".join(parts))
 
 
-# The file of a batch's answers: a line of JSON each, whole or not at all, and never a line that is somebody
-# else's.
+# The file of answers: one line of JSON each, written whole or not at all, and no line of another command.
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What lines of answers look like: how all of them begin, and which line of the prompts one answers, if any."""
+    """The form of the lines of answers: how each begins, and which line of the prompts one answers, if any."""
 
     begins: bytes
     line_of: Callable[[Any], int | None]
@@ -191,14 +190,14 @@ class AnswerFile:
         return done, end
 
     def _line_of(self, text: bytes) -> int | None:
-        """None where it is no whole answer."""
+        """Returns the line of the prompts that `text` answers; None if it is no whole answer."""
         try:
             return self._rows.line_of(json.loads(text)) if text.endswith(b"\n") else None
         except (ValueError, RecursionError):
             return None
 
     def _was_cut_off(self, text: bytes) -> bool:
-        """Whether it is the beginning of an answer, the end of which was never written."""
+        """Returns True for the beginning of an answer whose end was never written."""
         begins = self._rows.begins
         return not text.endswith(b"\n") and (text.startswith(begins) or begins.startswith(text))
 
@@ -245,7 +244,7 @@ FULL = 429
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """One line: what is to be posted where."""
+    """One line of the file: a body and the route that it is posted to."""
 
     line: int
     custom_id: str
@@ -254,7 +253,7 @@ class BatchCall:
 
 
 def holds_calls(path: Path) -> bool:
-    """Whether the first line that says anything has a custom_id."""
+    """Returns True if the first line that is not blank has a custom_id."""
     with path.open("rb") as file:
         first = next((text for text in file if text.strip()), b"")
     try:
@@ -298,7 +297,7 @@ def _call(number: int, text: bytes, place: str) -> BatchCall:
 
 
 def rows_of(calls: Sequence[BatchCall]) -> Rows:
-    """How the lines of their answers are known."""
+    """Returns the form of the lines of their answers."""
     lines = {call.custom_id: call.line for call in calls}
 
     def line_of(row: Any) -> int | None:
@@ -321,8 +320,8 @@ async def row_of(app: ASGIApp, call: BatchCall) -> dict[str, Any] | None:
     return {MARK: call.custom_id, "id": f"batch_req_{uuid.uuid4().hex}", "response": response, "error": None}
 
 
-async def _answer(app: ASGIApp, call: BatchCall) -> HttpResponse:
-    """Waits and tries again while the queue is full."""
+async def _answer(app: ASGIApp, call: BatchCall) -> HttpReply:
+    """Posts a call; waits and tries again while the queue is full."""
     while (answer := await answered(app, call.url, call.body)).status == FULL:
         await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
     return answer
@@ -349,7 +348,7 @@ class Batch:
 
     @property
     def left(self) -> list[Job | BatchCall]:
-        """Those without an answer yet."""
+        """Returns the jobs without an answer yet."""
         return [job for job in self.jobs if job.line not in self.answers.done]
 
     async def run(
@@ -432,7 +431,7 @@ async def run_each(
     write: Callable[[dict[str, Any]], object],
     on_progress: Callable[[], object],
 ) -> int:
-    """As `run_jobs`, of jobs whose rows `row_of` makes: None where trying again may help."""
+    """Runs jobs as `run_jobs` does; `row_of` makes their rows, None if trying again may help."""
     room, failed = asyncio.Semaphore(AT_ONCE), 0
 
     async def one(job: AnyJob) -> None:
@@ -456,7 +455,7 @@ async def run_each(
 
 
 async def _row(service: Service, job: Job, sampling: SamplingParams) -> dict[str, Any] | None:
-    """What the output says of a job: its answer, or why it can have none; None where trying again may help."""
+    """Returns the row of a job: its answer or its error; None if trying again may help."""
     try:
         answer = await complete(service, job.prompt, replace(sampling, **job.overrides))
     except RequestError as error:

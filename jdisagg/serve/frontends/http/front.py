@@ -82,7 +82,7 @@ class Front:
         job, response = self.traced(job, request.headers.get("traceparent", ""))
         if response:
             request.state.traceresponse = response
-        return Generation(job, self.renderer(job, renderer_of), self)
+        return JobReply(job, self.renderer(job, renderer_of), self)
 
     def traced(self, job: Job, traceparent: str) -> tuple[Job, str]:
         """Returns the job in the trace of the client, and the header that tells it so; "" without a trace."""
@@ -115,7 +115,7 @@ def request_name(request: HttpRequest, asked: str | None) -> str:
     return request.state.request_id
 
 
-class Generation(Response):
+class JobReply(Response):
     """A response that runs a job, and ends it as soon as the client is gone.
 
     Errors before the first byte are raised, for the app's error table; later ones are events of the stream.
