@@ -22,8 +22,8 @@ from absl import flags
 
 from benchmarks import entry
 from benchmarks.machine import described
+from jdisagg.core.request import SamplingParams
 from jdisagg.llm import LLM
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 
 LONGEST_PROMPT = 128  # tokens; of letters alone, too
 BOUND_NATS = {"float32": 0.002, "bfloat16": 0.05}

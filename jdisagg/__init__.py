@@ -10,7 +10,7 @@ _MODULES = {
     "LLM": "jdisagg.llm",
     "Completion": "jdisagg.serve.frontends.offline",
     "Choice": "jdisagg.serve.frontends.offline",
-    "SamplingParams": "jdisagg.serve.frontends.sampling_params",
+    "SamplingParams": "jdisagg.core.request",
     "Settings": "jdisagg.core.settings",
     "MeshSpec": "jdisagg.core.mesh_spec",
 }

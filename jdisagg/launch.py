@@ -56,8 +56,7 @@ from jdisagg.serve.deploy.assemble import build
 from jdisagg.serve.deploy.deployment import AUTO, mesh_of, place_of, resolve_deployment
 from jdisagg.serve.deploy.dry_run import DryRun
 from jdisagg.serve.driver.local_service import LocalService
-from jdisagg.serve.frontends.batch import Batch, read_jobs
-from jdisagg.serve.frontends.offline import PLAIN_ROWS, AnswerFile, holds_calls, read_calls, rows_of
+from jdisagg.serve.frontends.batch import PLAIN_ROWS, AnswerFile, Batch, holds_calls, read_calls, read_jobs, rows_of
 from jdisagg.serve.observability.log_lines import write_logs
 from jdisagg.serve.observability.tracing import Profiles, own_profile
 

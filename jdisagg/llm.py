@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jdisagg import devices
 from jdisagg.core.errors import FlagError, RequestError
-from jdisagg.core.request import Adapter
+from jdisagg.core.request import Adapter, SamplingParams
 from jdisagg.core.settings import REMOVED, Settings
 from jdisagg.named_models import located
 from jdisagg.serve.deploy import assemble
@@ -22,7 +22,6 @@ from jdisagg.serve.frontends.adapters import adapters_of
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.grammars import why_no_grammars
 from jdisagg.serve.frontends.offline import Completion, Messages, Prompt
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 from jdisagg.serve.frontends.text import Piece
 from jdisagg.serve.frontends.tools.asked import parsers_of
 

@@ -25,7 +25,7 @@ from jdisagg.core.events import Finish
 from jdisagg.core.labels import LONGEST_LABEL, NAMES, Labels
 from jdisagg.core.ledger import PARTS, Ledger
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.core.request import FinishReason
+from jdisagg.core.request import FinishReason, SamplingParams
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.model.checkpoint import storage_line
@@ -33,7 +33,6 @@ from jdisagg.serve.deploy.deployment import Deployment, sharing_warnings
 from jdisagg.serve.driver.service import Service
 from jdisagg.serve.frontends import offline
 from jdisagg.serve.frontends.offline import Prompt
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 
 # The output before *ready*: the model, the meshes as a picture, capacities, and the compile bar.
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NewType, cast
+from typing import Annotated, Any, NewType, cast
+
+from msgspec import Meta
 
 from jdisagg.core.codec import Number, TaggedStruct, Whole
 from jdisagg.core.errors import ConfigError, IllegalTransition, RequestError, TooLong
@@ -72,6 +75,10 @@ WorkerId = NewType("WorkerId", str)
 LARGEST = (1 << 31) - 1  # of whole numbers that a device is given
 LONGEST_ID = 1024
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128  # n and best_of
+SEED_BITS = 64  # device programs keep seeds as two int32
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]  # what crosses processes is held to the bounds too
+NO_DEFAULTS: Mapping[str, float] = {}
 MAX_STOP_TOKENS = 16
 MAX_LOGIT_BIAS = 300
 MAX_GRAMMAR = 1 << 18  # characters
@@ -82,37 +89,185 @@ LONGEST_OBJECTIVE_S = 1e6  # of ttft_s and tpot_s
 MAX_PRIORITY = 10  # of a client's request, either way
 
 
-class SamplingParams(TaggedStruct, frozen=True):
-    """How output tokens are drawn. Field names and defaults are those of the OpenAI and vLLM interfaces."""
+class ParameterRoute(StrEnum):
+    """The interfaces that take a sampling parameter."""
 
-    max_tokens: Whole = 16
-    min_tokens: Whole = 0  # stop tokens are masked until this many tokens are out
-    temperature: Number = 1.0  # 0 is greedy
-    top_k: Whole = 0  # 0 or -1: off
-    top_p: Number = 1.0
-    min_p: Number = 0.0
-    repetition_penalty: Number = 1.0  # over prompt and output
-    presence_penalty: Number = 0.0  # over output
-    frequency_penalty: Number = 0.0  # over output
-    logit_bias: tuple[tuple[Whole, Number], ...] = ()
-    seed: int = 0  # the front draws one where the client gave none, so that a journal replays
-    stop_token_ids: tuple[Whole, ...] = ()  # the model's end tokens are in here unless the client ignores them
-    logprobs: Whole | None = None  # None: none; n: the chosen token's and the n likeliest
-    prompt_logprobs: Whole | None = None
-    synchronous: bool = False  # every token is read by the host before the next is drawn (as a grammar's mask needs)
-    speculative: bool = True  # whether several tokens of it may be drawn in one step, of a draft
-    grammar: str = ""  # that the answer must follow, in llguidance's words; one that has any is synchronous
-    adapter: Adapter | None = None  # what is added to the model's weights, which draws by another law
-    pooling: str = ""  # what its client wants of the prompt's states: the last token's, or the sum of all; "": none
+    EVERY_BODY = "every body"  # every HTTP body that asks for an answer, batch files and Python
+    GENERATION = "generation"  # the bodies of completions and chat, batch files and Python; others spell it otherwise
+    COMPLETIONS = "completions"  # the body of completions, and Python
+    PYTHON = "python"  # Python alone
+    FRONT = "front"  # set by the front for the workers
+
+
+class DefaultIntValue(int):
+    """A whole number that is a parameter's default, because the caller gave none."""
+
+    __slots__ = ()
+
+
+class DefaultFloatValue(float):
+    """A number that is a parameter's default, because the caller gave none."""
+
+    __slots__ = ()
+
+
+DEFAULT_VALUES = frozenset({DefaultIntValue, DefaultFloatValue})
+ACCEPTED: Mapping[type, frozenset[type]] = {
+    int: frozenset({int, DefaultIntValue}),
+    float: frozenset({int, float, DefaultFloatValue}),
+    bool: frozenset({bool}),
+}
+TYPE_NAMES: Mapping[type, str] = {int: "int", float: "int or float", bool: "bool"}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One row of the table of sampling parameters: its type, its limits and the interfaces that take it."""
+
+    default: Any
+    kind: type | None = None  # int, float or bool; None: a value with a check of its own
+    low: float = 0
+    high: float = 0
+    is_open: bool = False  # `low` itself is refused
+    body_low: int = -1  # limits where an HTTP body is read; the checks of the request are narrower
+    body_high: int = LARGEST
+    is_default_marked: bool = False  # the default is known from the same number given by the caller
+    is_optional: bool = False  # None is accepted and means: not given
+    is_local: bool = False  # read by the front alone, never sent to a worker
+    route: ParameterRoute = ParameterRoute.EVERY_BODY
+
+
+ROWS: list[ParameterSpec] = []  # the table, in the order of the fields of SamplingParams
+
+
+def _row(spec: ParameterSpec) -> Any:
+    """Adds a row to the table and returns the default of its field."""
+    ROWS.append(spec)
+    if not spec.is_default_marked:
+        return spec.default
+    return DefaultIntValue(spec.default) if spec.kind is int else DefaultFloatValue(spec.default)
+
+
+def _int(default: int, low: int, high: int = LARGEST, **more: Any) -> Any:
+    return _row(ParameterSpec(default, int, low, high, is_default_marked=True, is_optional=True, **more))
+
+
+def _float(default: float, low: float, high: float, **more: Any) -> Any:
+    return _row(ParameterSpec(default, float, low, high, is_default_marked=True, is_optional=True, **more))
+
+
+def _count(default: int | None, low: int, high: int, **more: Any) -> Any:
+    return _row(ParameterSpec(default, int, low, high, is_optional=default is None, **more))
+
+
+def _bool(default: bool, **more: Any) -> Any:
+    return _row(ParameterSpec(default, bool, **more))
+
+
+def _value(default: Any, **more: Any) -> Any:
+    return _row(ParameterSpec(default, **more))
+
+
+class SamplingParams(TaggedStruct, frozen=True):
+    """How answers are drawn and where they stop. Names and defaults are those of the OpenAI and vLLM interfaces.
+
+    The fields are the one table of sampling parameters: HTTP bodies, gRPC, batch files and Python are built from it.
+    A number that is not given, or is None, is what the model's generation_config.json says, else the default;
+    a seed that is not given is drawn anew for each request. `resolve` fills these in. Raises RequestError for a value
+    that is not of its field's type.
+    """
+
+    max_tokens: Whole = _int(16, 1, body_low=0, route=ParameterRoute.GENERATION)  # in chat: what the model has room for
+    n: Choices = _count(1, 1, MAX_CHOICES, is_local=True, body_low=1, body_high=MAX_CHOICES)  # answers to each prompt
+    min_tokens: Whole = _int(0, 0)  # stop tokens are masked until this many tokens are out
+    temperature: Number = _float(1.0, 0.0, 100.0)  # 0 is greedy
+    top_k: Whole = _int(0, -1)  # 0 or -1: off
+    top_p: Number = _float(1.0, 0.0, 1.0, is_open=True)
+    min_p: Number = _float(0.0, 0.0, 1.0)
+    repetition_penalty: Number = _float(1.0, 0.0, 100.0, is_open=True)  # over prompt and output
+    presence_penalty: Number = _float(0.0, -2.0, 2.0)  # over output
+    frequency_penalty: Number = _float(0.0, -2.0, 2.0)  # over output
+    logit_bias: tuple[tuple[Whole, Number], ...] = _value(())  # or a mapping of tokens to biases
+    seed: int = _int(0, -(1 << 63), (1 << 64) - 1, body_low=-(1 << 63), body_high=(1 << 63) - 1)
+    stop: str | Sequence[str] = _value((), is_local=True)  # texts that end an answer and are not part of it
+    stop_token_ids: tuple[Whole, ...] = _value(())  # `resolve` adds the model's end tokens
+    ignore_eos: bool = _bool(False, is_local=True)  # the model's end tokens end nothing
+    best_of: Choices | None = _count(  # as many are drawn and the n likeliest returned; not in a chat or a stream
+        None, 1, MAX_CHOICES, is_local=True, body_low=1, body_high=MAX_CHOICES, route=ParameterRoute.COMPLETIONS
+    )
+    # None: none; k: the chosen token's and the k likeliest
+    logprobs: Whole | None = _count(None, 0, MAX_LOGPROBS, route=ParameterRoute.COMPLETIONS)
+    prompt_logprobs: Whole | None = _count(None, 0, MAX_LOGPROBS, route=ParameterRoute.GENERATION)
+    include_stop_str_in_output: bool = _bool(False, is_local=True)
+    skip_special_tokens: bool = _bool(True, is_local=True)
+    adapter: Adapter | None = _value(None, route=ParameterRoute.PYTHON)  # from `LLM.adapter`
+    speculative: bool = _bool(True, is_optional=True)  # False: one token a step, where the stack drafts several
+    # {"json": SCHEMA}, or regex, choice, grammar, as in vLLM; HTTP bodies have further spellings of it
+    structured_outputs: Mapping[str, Any] | None = _value(None, is_local=True, route=ParameterRoute.PYTHON)
+    # every token is read by the host before the next is drawn (as a grammar's mask needs)
+    synchronous: bool = _bool(False, route=ParameterRoute.FRONT)
+    grammar: str = _value("", route=ParameterRoute.FRONT)  # in llguidance's syntax; needs `synchronous`
+    # the states of the prompt that the client wants: the last token's, or the sum of all; "": none
+    pooling: str = _value("", route=ParameterRoute.FRONT)
+
+    def __post_init__(self) -> None:
+        for name, accepted, kind, is_optional in TYPES:
+            value = getattr(self, name)
+            if type(value) not in accepted and not (value is None and is_optional):
+                raise RequestError(f"{name} is {_shown(value)}, must be of type {TYPE_NAMES[kind]}", param=name)
+        for name, count in (("n", self.n), ("best_of", self.best_of)):
+            if count is not None and not 1 <= count <= MAX_CHOICES:
+                raise RequestError(f"{name} is {_shown(count)}, must lie in [1, {MAX_CHOICES}]", param=name)
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
+            listed: Any = getattr(self, name)
+            if listed == ():
+                continue
+            if not isinstance(listed, Iterable) or not {kind}.issuperset(map(type, cast(Iterable[Any], listed))):
+                raise RequestError(f"{name} is {_shown(listed)}, must hold {kind.__name__} only", param=name)
+
+    def given(self) -> dict[str, Any]:
+        """Returns the parameters that the caller gave."""
+        found: dict[str, Any] = {}
+        for name, spec in PARAMETERS.items():
+            value = getattr(self, name)
+            is_default = type(value) in DEFAULT_VALUES or value is None
+            if not is_default and (spec.is_default_marked or value != spec.default):
+                found[name] = value
+        return found
+
+    def resolve(
+        self, defaults: Mapping[str, float] = NO_DEFAULTS, eos_ids: Iterable[int] = (), grammar: str = ""
+    ) -> SamplingParams:
+        """Returns what workers are given: each parameter that is not given filled in, those of the front left out.
+
+        `defaults` are the model's, `eos_ids` its end tokens, `grammar` what the answer follows.
+        """
+        given, found = self.given(), dict[str, Any]()
+        for name, spec in PARAMETERS.items():
+            if spec.is_local:
+                continue
+            found[name] = given.get(name, defaults.get(name, spec.default))
+            if spec.kind is int and found[name] is not None:
+                found[name] = int(found[name])  # checkpoints write a top_k of 50.0 too
+        grammar = grammar or self.grammar
+        ends = () if self.ignore_eos and not grammar else eos_ids  # a grammar needs them to end
+        found |= {
+            "grammar": grammar,
+            "synchronous": self.synchronous or bool(grammar),
+            "seed": found["seed"] % (1 << SEED_BITS),
+            "logit_bias": _pairs(found["logit_bias"]),
+            "stop_token_ids": tuple(dict.fromkeys([*ends, *self.stop_token_ids])),
+        }
+        return SamplingParams(**found)
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether more is told of its prompt than what follows it: a worker that prefills computes its end."""
+        """True if more than the first token is returned for the prompt, so that a prefill worker computes its end."""
         return self.prompt_logprobs is not None or bool(self.pooling)
 
     @property
     def whole_prompt(self) -> bool:
-        """Whether something of every token of the prompt is told, so that all are to be computed."""
+        """True if something is returned for every token of the prompt, so that all are computed."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
@@ -121,29 +276,25 @@ class SamplingParams(TaggedStruct, frozen=True):
 
     @property
     def penalised(self) -> bool:
-        """Whether drawing needs the counts of earlier tokens."""
+        """True if drawing needs the counts of earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def recalls(self) -> bool:
-        """Whether drawing needs what was drawn before."""
+        """True if drawing needs what was drawn before."""
         return self.penalised or bool(self.grammar)
 
     def check(self, vocab_size: int) -> None:
-        """Raises RequestError naming the first field of the wrong kind, or out of its range, with its value."""
-        _check_whole("max_tokens", self.max_tokens, 1, LARGEST)
+        """Raises RequestError naming the first field of the wrong type, or out of its range, with its value."""
+        for name, spec in NUMBERS.items():
+            value = getattr(self, name)
+            if value is None and spec.default is None:
+                continue
+            if spec.kind is int:
+                _check_whole(name, value, int(spec.low), int(spec.high))
+            else:
+                _check_range(name, value, spec.low, spec.high, open_low=spec.is_open)
         _check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_whole("top_k", self.top_k, -1, LARGEST)
-        _check_whole("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for field, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None:
-                _check_whole(field, value, 0, MAX_LOGPROBS)
         _check_grammar(self)
         _check_adapter(self.adapter)
         _check_pooling(self)
@@ -156,6 +307,18 @@ class SamplingParams(TaggedStruct, frozen=True):
                 raise RequestError(f"logit_bias has {_shown(entry)}, must be pairs of token and bias", "logit_bias")
             _check_whole("logit_bias token", entry[0], 0, vocab_size - 1)
             _check_range("logit_bias value", entry[1], -100.0, 100.0)
+
+
+PARAMETERS: Mapping[str, ParameterSpec] = dict(zip(SamplingParams.__struct_fields__, ROWS, strict=True))
+NUMBERS = {name: spec for name, spec in PARAMETERS.items() if spec.kind in (int, float)}
+TYPES = tuple(
+    (name, ACCEPTED[spec.kind], spec.kind, spec.is_optional) for name, spec in PARAMETERS.items() if spec.kind
+)
+
+
+def _pairs(bias: Any) -> tuple[Any, ...]:
+    entries = cast(Mapping[Any, Any], bias).items() if isinstance(bias, Mapping) else bias
+    return tuple(entries)
 
 
 def _check_pooling(sampling: SamplingParams) -> None:
@@ -200,26 +363,26 @@ def _check_adapter(adapter: Any) -> None:
         raise RequestError(f"adapter is {_shown(adapter)}, must be one that was loaded", param="model")
 
 
-def _check_whole(field: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int:
-        raise RequestError(f"{field} is {_shown(value)}, must be a whole number", param=field)
+def _check_whole(name: str, value: Any, low: int, high: int) -> None:
+    if type(value) not in ACCEPTED[int]:
+        raise RequestError(f"{name} is {_shown(value)}, must be a whole number", param=name)
     if not low <= value <= high:
-        raise RequestError(f"{field} is {_shown(value)}, must lie in [{low}, {high}]", param=field)
+        raise RequestError(f"{name} is {_shown(value)}, must lie in [{low}, {high}]", param=name)
 
 
-def _check_range(field: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if type(value) not in (int, float):
-        raise RequestError(f"{field} is {_shown(value)}, must be a number", param=field)
+def _check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if type(value) not in ACCEPTED[float] | ACCEPTED[int]:
+        raise RequestError(f"{name} is {_shown(value)}, must be a number", param=name)
     if not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise RequestError(f"{field} is {_shown(value)}, must lie in {bracket}{low}, {high}]", param=field)
+        raise RequestError(f"{name} is {_shown(value)}, must lie in {bracket}{low}, {high}]", param=name)
 
 
-def _check_count(field: str, values: Any, most: int) -> None:
+def _check_count(name: str, values: Any, most: int) -> None:
     if not isinstance(values, tuple):
-        raise RequestError(f"{field} is {_shown(values)}, must be a tuple", param=field)
+        raise RequestError(f"{name} is {_shown(values)}, must be a tuple", param=name)
     if (count := len(cast(tuple[Any, ...], values))) > most:
-        raise RequestError(f"number of {field} is {count}, at most {most} are allowed", param=field)
+        raise RequestError(f"number of {name} is {count}, at most {most} are allowed", param=name)
 
 
 def _shown(value: Any) -> str:
@@ -302,9 +465,9 @@ class Request(TaggedStruct, frozen=True):
         _check_range("arrival_s", self.arrival_s, -math.inf, math.inf)
         if self.queue_deadline_s is not None:
             _check_range("queue_deadline_s", self.queue_deadline_s, -math.inf, math.inf)
-        for field, value in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+        for objective, value in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
             if value is not None:
-                _check_range(field, value, 0.0, LONGEST_OBJECTIVE_S, open_low=True)
+                _check_range(objective, value, 0.0, LONGEST_OBJECTIVE_S, open_low=True)
 
 
 class Attempt(TaggedStruct, frozen=True, order=True):

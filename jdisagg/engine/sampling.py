@@ -27,7 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdisagg.core.request import BROKEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, Sampled, SamplingParams
+from jdisagg.core.request import (
+    BROKEN,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKENS,
+    PARAMETERS,
+    Sampled,
+    SamplingParams,
+)
 from jdisagg.core.steps import DecodeRows, History
 
 NUM_TOP = MAX_LOGPROBS
@@ -48,8 +56,10 @@ class SamplingMetadata(NamedTuple):
 TOP_K, SEED_LOW, SEED_HIGH, FIRST_STOP_POSITION, STOPS = 0, 1, 2, 3, 4
 BIASED = STOPS + MAX_STOP_TOKENS
 INT_COLUMNS = BIASED + MAX_LOGIT_BIAS
-# Columns of SamplingMetadata.floats, then the biases.
-TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, BIASES = range(7)
+# Columns of SamplingMetadata.floats, each a field of SamplingParams, then the biases.
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(len(FLOATS))
+BIASES = len(FLOATS)
 FLOAT_COLUMNS = BIASES + MAX_LOGIT_BIAS
 
 
@@ -260,7 +270,8 @@ class SamplingRows:
     def __init__(self, rows: int) -> None:
         self.ints = np.full((rows, INT_COLUMNS), -1, np.int32)
         self.floats = np.zeros((rows, FLOAT_COLUMNS), np.float32)
-        self.floats[:, [TOP_P, REPETITION]] = 1.0
+        self.floats[:, :BIASES] = [PARAMETERS[name].default for name in FLOATS]
+        self.floats[:, TEMPERATURE] = 0.0
         self.taken: DecodeRows | None = None  # the plan that was applied last
         self.batch: BatchSampling | None = None  # cached for the last plan
         self.adapters: np.ndarray | None = None  # i32[rows]: adapter slots; None if rows have no adapters
@@ -277,12 +288,7 @@ class SamplingRows:
         ints[STOPS : STOPS + len(sampling.stop_token_ids)] = sampling.stop_token_ids
         for column, (token, bias) in enumerate(sampling.logit_bias):
             ints[BIASED + column], floats[BIASES + column] = token, bias
-        floats[[TEMPERATURE, TOP_P, MIN_P]] = sampling.temperature, sampling.top_p, sampling.min_p
-        floats[[REPETITION, PRESENCE, FREQUENCY]] = (
-            sampling.repetition_penalty,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-        )
+        floats[:BIASES] = [getattr(sampling, name) for name in FLOATS]
 
     def on(self, put: Put) -> SamplingMetadata:
         """Returns the metadata placed by `put`, made of copies: `put` may adopt its buffer, and these rows change

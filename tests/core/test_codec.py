@@ -28,7 +28,7 @@ from jdisagg.core.messages import (
     TokenDelta,
     View,
 )
-from jdisagg.core.request import Attempt, FinishReason, RequestId, Sampled, SamplingParams, WorkerId
+from jdisagg.core.request import PARAMETERS, Attempt, FinishReason, RequestId, Sampled, SamplingParams, WorkerId
 from jdisagg.core.tiers import PagesFound
 from jdisagg.core.worker_config import Role, WorkerConfig
 from tests.sim.cases import request
@@ -50,6 +50,11 @@ for each in KINDS.values():
     st.register_type_strategy(each, records)
 st.register_type_strategy(
     Ledger, st.lists(st.tuples(st.sampled_from(Mark), st.integers(0, 2**62)), max_size=3).map(Ledger)
+)
+SENT = [name for name, spec in PARAMETERS.items() if not spec.is_local]
+HINTS = typing.get_type_hints(SamplingParams)
+st.register_type_strategy(
+    SamplingParams, st.builds(SamplingParams, **{name: st.from_type(HINTS[name]) for name in SENT})
 )
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -90,6 +95,30 @@ def test_junk_is_no_noun(value: Any):
 
 def test_every_event_and_every_message_can_be_recorded():
     assert {each.__name__ for each in (*Event.__args__, *Message.__args__)} <= KINDS.keys()
+
+
+def test_sampling_parameters_that_only_the_front_reads_are_not_sent():
+    asked = SamplingParams(n=3, best_of=4, stop=["x"], ignore_eos=True, structured_outputs={"regex": "a"}, top_k=5)
+    resolved = asked.resolve({"seed": 7}, (2,), "%llguidance {}")
+    for written in (encode(resolved), msgspec.msgpack.decode(msgspec.msgpack.encode(resolved))):
+        assert not [name for name in written if name != "is" and PARAMETERS[name].is_local]
+        assert written.pop("is") == "SamplingParams" and written["top_k"] == 5
+        assert {type(value) for value in written.values()} <= {int, float, str, bool, list}
+        assert decode({"is": "SamplingParams", **written}) == resolved
+
+
+def test_a_default_parameter_is_not_written_and_stays_one_that_was_not_given():
+    asked = SamplingParams(temperature=1.0)
+    found = decode_as(SamplingParams, msgspec.msgpack.decode(msgspec.msgpack.encode(asked)))
+    assert encode(SamplingParams()) == {"is": "SamplingParams"}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams())) == {"is": "SamplingParams"}
+    assert found.given() == asked.given() == replace(asked, n=1).given() == {"temperature": 1.0}
+
+
+@pytest.mark.parametrize(("name", "value"), [("n", 0), ("n", 129), ("best_of", 0), ("stop", [1]), ("max_tokens", None)])
+def test_a_sampling_parameter_out_of_its_type_is_no_record(name: str, value: Any):
+    with pytest.raises(DecodeError, match=name):
+        decode({"is": "SamplingParams", name: value})
 
 
 def test_what_is_at_its_default_is_not_written():

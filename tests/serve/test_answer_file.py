@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.errors import OutputError
-from jdisagg.serve.frontends.offline import AnswerFile
+from jdisagg.serve.frontends.batch import AnswerFile
 from tests.hostile.disks import full_after
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.errors import OutputError, RequestError
-from jdisagg.core.request import WorkerId
+from jdisagg.core.request import SamplingParams, WorkerId
 from jdisagg.serve.frontends import batch
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 from tests.serve.live_http import eventually
 from tests.serve.live_toy import MAX_LEN, ToyStack, toy_stack
 

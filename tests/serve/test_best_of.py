@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.messages import TokenDelta
-from jdisagg.core.request import Attempt, FinishReason, Request, Sampled
+from jdisagg.core.request import Attempt, FinishReason, Request, Sampled, SamplingParams
 from jdisagg.serve.driver.service import Update
 from jdisagg.serve.frontends import offline
 from jdisagg.serve.frontends.best_of import answers_drawn, likeliest
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 from tests.serve.scripted import ScriptedService, end
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,10 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import RequestError
-from jdisagg.core.request import Adapter
+from jdisagg.core.request import Adapter, SamplingParams
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.frontends import offline
 from jdisagg.serve.frontends.front_settings import FrontSettings
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 from jdisagg.serve.frontends.tools.asked import Parsers
 from tests.hostile.model_folders import copy
 from tests.serve.live_tools import ANSWER, TEMPLATE, TIME, WEATHER
@@ -78,7 +79,7 @@ def test_a_tool_that_must_be_called_is(service: ScriptedService):
 def test_what_is_said_of_sampling_reaches_the_request(service: ScriptedService, said: dict[str, Any]):
     sampling = SamplingParams(max_tokens=4, temperature=0.5, **said)
     answer = asyncio.run(offline.chat(service, USER, sampling, SETTINGS))
-    request, wanted = service.seen[0].sampling, sampling.resolved({}, service.tokenizer.eos_ids)
+    request, wanted = service.seen[0].sampling, sampling.resolve({}, service.tokenizer.eos_ids)
     for name in ("max_tokens", "temperature", "top_k", "min_tokens", "logit_bias", "logprobs", "prompt_logprobs"):
         assert getattr(request, name) == getattr(wanted, name), name
     assert set(said.get("stop_token_ids", ())) <= set(request.stop_token_ids)
@@ -113,3 +114,8 @@ def test_texts_become_vectors_as_over_http():
         with pytest.raises(RequestError, match="--embeddings"):
             asyncio.run(offline.embed(stack.service, ["x"], FrontSettings()))
     assert vectors[0] == vectors[2] != vectors[1] and last == [[0.0, 1.0]]
+
+
+def test_answers_in_the_own_process_need_no_http_server():
+    code = "import sys, jdisagg.serve.frontends.offline; sys.exit(bool({'fastapi', 'starlette'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import OutputError, RequestError
-from jdisagg.core.request import FinishReason
+from jdisagg.core.request import FinishReason, SamplingParams
 from jdisagg.serve.driver.service import Rejected
-from jdisagg.serve.frontends.batch import Batch
+from jdisagg.serve.frontends.batch import AnswerFile, Batch, holds_calls, read_calls, rows_of
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.app import create_app
-from jdisagg.serve.frontends.offline import AnswerFile, holds_calls, read_calls, rows_of
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 from tests.serve.scripted import ScriptedService, echo, end, told
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from jdisagg.core import request as core
+from jdisagg.core.request import SamplingParams
 from jdisagg.engine.sampling import SEED_HIGH, SEED_LOW, SamplingRows
 from jdisagg.serve.frontends import offline
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.jobs import completion_job
 from jdisagg.serve.frontends.http.schema import CompletionBody
-from jdisagg.serve.frontends.sampling_params import SamplingParams
 from tests.serve.live_toy import toy_stack
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0}
@@ -22,7 +22,12 @@ DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0}
 def test_a_seed_is_the_same_number_in_python_and_over_http(seed: int) -> None:
     with toy_stack() as stack:
         job = asyncio.run(
-            completion_job(CompletionBody(prompt=[1, 2], seed=seed, n=3), stack.service, FrontSettings(), "x")
+            completion_job(
+                CompletionBody.model_validate({"prompt": [1, 2], "seed": seed, "n": 3}),
+                stack.service,
+                FrontSettings(),
+                "x",
+            )
         )
         order = offline.order_of(stack.service, [1, 2], SamplingParams(seed=seed, n=3))
     seeds = [choice.request.sampling.seed for choice in job.choices]
@@ -54,7 +59,7 @@ def test_every_field_means_what_it_means_over_http(said: dict) -> None:
     with toy_stack() as stack:
         stack.service.sampling_defaults.update(DEFAULTS)
         settings = FrontSettings(sampling_defaults=stack.service.sampling_defaults)
-        body = CompletionBody(prompt=[1, 2], seed=3, **said)
+        body = CompletionBody.model_validate({"prompt": [1, 2], "seed": 3, **said})
         job = asyncio.run(completion_job(body, stack.service, settings, "x"))
         order = offline.order_of(stack.service, [1, 2], SamplingParams(seed=3, **said))
     assert order.requests[0].sampling == job.choices[0].request.sampling

@@ -263,7 +263,7 @@ async def start(
         others = "a page at /; /metrics, /health, /openapi.json"
         running.urls.append(f"HTTP  http://{host}:{port}/v1   (OpenAI API; {others})")
     if sockets.grpc_port is not None:
-        running.grpc_server = create_grpc_server(service, front, clients, app)
+        running.grpc_server = create_grpc_server(service, front, clients)
         address = f"{settings.host}:{sockets.grpc_port}"
         try:
             running.grpc_server.add_insecure_port(address)

@@ -19,6 +19,10 @@ class NoSuchAdapter(RequestError):
     """Nothing of this name was loaded (HTTP 404)."""
 
 
+class ModelNotFound(RequestError):
+    """The client asked for a model that is not served here (HTTP 404)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adapters:
     """By name, in the order of their loading; what is not enabled has none."""

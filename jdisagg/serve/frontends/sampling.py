@@ -1,49 +1,58 @@
-"""What a client's silence means: defaults filled in, seeds drawn, and one request's choices made to differ."""
+"""Sampling parameters of a request: the model's defaults, fresh seeds, token texts as keys, and stop strings."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from jdisagg.core.errors import RequestError
-from jdisagg.core.request import SamplingParams
+from jdisagg.core.request import SEED_BITS, SamplingParams
 from jdisagg.model.tokenizer import Tokenizer
+from jdisagg.serve.frontends.text import TextOptions
 
-SEED_BITS = 64  # device programs keep seeds as two int32
+MAX_STOPS, MAX_STOP_CHARS = 64, 256
 
 
-def fold_seed(seed: int | None) -> int:
-    """Anybody's seed, by HTTP or in Python, or a fresh one, as a number of SEED_BITS; most stay as they are."""
-    return secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS)
+def resolved(
+    sampling: SamplingParams, defaults: Mapping[str, float], eos_ids: Iterable[int], grammar: str = ""
+) -> SamplingParams:
+    """Returns what workers are given for `sampling`; a seed that the caller did not give is drawn."""
+    return sampling.resolve({"seed": secrets.randbits(SEED_BITS), **defaults}, eos_ids, grammar)
+
+
+def text_options(
+    sampling: SamplingParams,
+    drawn: SamplingParams,
+    eos_ids: Iterable[int],
+    max_stops: int = MAX_STOPS,
+    max_stop_chars: int = MAX_STOP_CHARS,
+) -> TextOptions:
+    """Returns how tokens that are drawn by `drawn` become the text that `sampling` asks for. Raises RequestError."""
+    return TextOptions(
+        stop=stop_strings(sampling.stop, max_stops, max_stop_chars),
+        stop_token_ids=frozenset(drawn.stop_token_ids),
+        eos_ids=frozenset(eos_ids),
+        min_tokens=drawn.min_tokens,
+        include_stop=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of the n-th choice of one prompt; the first choice keeps the seed."""
+    """Returns the seed of the n-th choice of one prompt; the first choice keeps the seed."""
     return seed if choice == 0 else _mix(seed, choice)
 
 
 def _mix(seed: int, choice: int) -> int:
-    """Steele, Lea and Flood's SplitMix64 finalizer over seed and choice."""
+    """Mixes seed and choice by the SplitMix64 finalizer of Steele, Lea and Flood."""
     z = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return z ^ (z >> 31)
 
 
-def sampling_params(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> SamplingParams:
-    """`asked` (None means not said) over the model's defaults over those of SamplingParams."""
-    said = {name: value for name, value in asked.items() if value is not None}
-    fields = {**defaults, **said}
-    if "top_k" in fields:
-        fields["top_k"] = int(fields["top_k"])  # checkpoints write 50.0 too
-    return SamplingParams(**fields)
-
-
-def logit_bias_of(asked: Mapping[str, float] | None, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...] | None:
-    """{"50256": -100} as ((50256, -100.0),); a key that is no number is the text of one token."""
-    if asked is None:
-        return None
+def token_biases(asked: Mapping[str, float], tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """Returns {"50256": -100} as ((50256, -100.0),); a key that is no number is the text of one token."""
     return tuple((_token_of(key, tokenizer), float(value)) for key, value in asked.items())
 
 
@@ -57,9 +66,9 @@ def _token_of(key: str, tokenizer: Tokenizer) -> int:
     return ids[0]
 
 
-def stop_strings(asked: str | list[str] | None, max_stops: int, max_chars: int) -> tuple[str, ...]:
-    """`stop` as a tuple, within the limits on its number and length."""
-    stops = (asked,) if isinstance(asked, str) else tuple(asked or ())
+def stop_strings(asked: str | Sequence[str], max_stops: int, max_chars: int) -> tuple[str, ...]:
+    """Returns `stop` as a tuple, within the limits on its number and length. Raises RequestError."""
+    stops = (asked,) if isinstance(asked, str) else tuple(asked)
     if len(stops) > max_stops:
         raise RequestError(f"stop has {len(stops)} strings, at most {max_stops} are allowed", param="stop")
     longest = max((len(stop) for stop in stops), default=0)

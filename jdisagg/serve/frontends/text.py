@@ -312,11 +312,6 @@ def dump(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def event(text: str) -> bytes:
-    """One server-sent event."""
-    return b"data: " + text.encode() + b"\n\n"
-
-
 async def dump_slowly(value: Any) -> str:
     """`dump`, about a millisecond's worth at a time, with a look at the event loop after each."""
     if isinstance(value, dict):

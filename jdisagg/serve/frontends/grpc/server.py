@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
+import logging
 import math
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
-from starlette.types import ASGIApp
+from pydantic import BaseModel
 
 from jdisagg.core.errors import JdisaggError, RequestError
 from jdisagg.core.request import Request, RequestId, SamplingParams
 from jdisagg.core.traceparent import parse_traceparent, span_id_of
-from jdisagg.serve.driver.local_service import answers, check_work, failure_of
+from jdisagg.serve.driver.local_service import Batch, answers, check_work, failure_of
 from jdisagg.serve.driver.service import Rejected, Service
 from jdisagg.serve.frontends import text as offload
 from jdisagg.serve.frontends.clients import Clients
@@ -33,11 +35,29 @@ from jdisagg.serve.frontends.grpc.jetstream_pb2 import DESCRIPTOR, DecodeRequest
 from jdisagg.serve.frontends.grpc.jetstream_pb2 import HealthCheckRequest as JetStreamHealthRequest
 from jdisagg.serve.frontends.grpc.jetstream_pb2 import HealthCheckResponse as JetStreamHealthResponse
 from jdisagg.serve.frontends.grpc.jetstream_pb2_grpc import OrchestratorServicer, add_OrchestratorServicer_to_server
-from jdisagg.serve.frontends.http.app import create_app
-from jdisagg.serve.frontends.http.errors import describe
-from jdisagg.serve.frontends.http.rendering import messages
-from jdisagg.serve.frontends.sampling import choice_seed, fold_seed, sampling_params
-from jdisagg.serve.frontends.text import TextOptions
+from jdisagg.serve.frontends.http.app import detokenized, prepare_chat, prepare_completion, tokenized
+from jdisagg.serve.frontends.http.connections import log_request
+from jdisagg.serve.frontends.http.embeddings import EmbeddingsBody, ScoreBody, prepare_embeddings, prepare_scores
+from jdisagg.serve.frontends.http.errors import BodyTooLarge, Unauthorized, describe, error_headers
+from jdisagg.serve.frontends.http.front import Front, Prepare
+from jdisagg.serve.frontends.http.gate import plain_id
+from jdisagg.serve.frontends.http.jobs import Job
+from jdisagg.serve.frontends.http.rendering import (
+    Rendering,
+    StreamEvent,
+    Streaming,
+    batches_of,
+    events_of,
+    failure_in,
+    gather_batch,
+    instance_headers,
+    raise_if_failed,
+)
+from jdisagg.serve.frontends.http.responses import ResponsesBody, prepare_response
+from jdisagg.serve.frontends.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from jdisagg.serve.frontends.sampling import choice_seed, resolved
+from jdisagg.serve.frontends.text import TextOptions, dump_slowly
+from jdisagg.serve.observability.log_lines import SERVED
 
 # `grpc.health.v1` of a service, asked afresh each time: serving while new requests are taken.
 
@@ -116,80 +136,164 @@ async def write(context: Call, response: Any, timeout_s: float) -> None:
         await context.abort(grpc.StatusCode.CANCELLED, f"the client read nothing for {timeout_s:g} s")
 
 
-# jdisagg.v1.Inference: the routes of HTTP as methods, by the app itself, so that both have the same of
-# everything.
+# jdisagg.v1.Inference: each method makes the job that its route of HTTP makes, and shows it by the same renderer.
 
 INFERENCE = INFERENCE_DESCRIPTOR.services_by_name["Inference"].full_name
-PASSED = ("authorization", "x-request-id", "traceparent")  # metadata that are headers there
-TOLD = ("x-request-id", "traceresponse", "x-prefill-instance-id", "x-decode-instance-id")  # so, of the answer
-DATA, DONE, EVENT_END = b"data: ", b"[DONE]", b"\n\n"
+NO_METADATA: Mapping[str, str] = {}
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+LookUp = Callable[[Front, AnyBody], Awaitable[dict[str, Any]]]
+REFUSED_KEY = "the API key is missing or wrong"
+log = logging.getLogger("jdisagg.grpc")
+
+
+@dataclass(slots=True)
+class CallState:
+    """One call of Inference: its client, its request's id, and how it ended, in the statuses of HTTP."""
+
+    client: str
+    served: dict[str, Any]  # "request_id" and "client", as log lines show them
+    status: int = 499  # until it has ended: its client left
+    traceresponse: str = ""
+
+    @property
+    def request_id(self) -> str:
+        return self.served["request_id"]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Returns the metadata that every answer has."""
+        traced = {"traceresponse": self.traceresponse} if self.traceresponse else {}
+        return {"x-request-id": self.request_id, **traced}
 
 
 class Inference(InferenceServicer):
-    """Each method posts its body to its route of `app`."""
+    """The routes of HTTP as methods: the same bodies, jobs, answers and errors."""
 
-    def __init__(self, app: ASGIApp, client_timeout_s: float) -> None:
-        self._app, self._timeout_s = app, client_timeout_s
+    def __init__(self, front: Front) -> None:
+        self._front, self._timeout_s = front, front.settings.client_timeout_s
 
     async def Complete(self, request: Body, context: Call) -> None:
-        await self._post("/v1/completions", request, context)
+        await self._answer("Complete", CompletionBody, prepare_completion, request, context)
 
     async def Chat(self, request: Body, context: Call) -> None:
-        await self._post("/v1/chat/completions", request, context)
+        await self._answer("Chat", ChatBody, prepare_chat, request, context)
 
     async def Respond(self, request: Body, context: Call) -> None:
-        await self._post("/v1/responses", request, context)
+        await self._answer("Respond", ResponsesBody, prepare_response, request, context)
 
     async def Embed(self, request: Body, context: Call) -> None:
-        await self._post("/v1/embeddings", request, context)
+        await self._answer("Embed", EmbeddingsBody, prepare_embeddings, request, context)
 
     async def Score(self, request: Body, context: Call) -> None:
-        await self._post("/v1/score", request, context)
+        await self._answer("Score", ScoreBody, prepare_scores, request, context)
 
     async def Tokenize(self, request: Body, context: Call) -> None:
-        await self._post("/tokenize", request, context)
+        await self._look_up("Tokenize", TokenizeBody, tokenized, request, context)
 
     async def Detokenize(self, request: Body, context: Call) -> None:
-        await self._post("/detokenize", request, context)
+        await self._look_up("Detokenize", DetokenizeBody, detokenized, request, context)
 
-    async def _post(self, path: str, request: Body, context: Call) -> None:
-        given = [(name, metadata(context, name)) for name in PASSED]
-        headers = [(name.encode(), value.encode()) for name, value in given if value]
-        client = context.peer().rpartition(":")[0]
-        status, told, rest = 500, dict[str, str](), b""
-        failed: tuple[int, dict[str, Any]] | None = None
-        async with aclosing(messages(self._app, path, request.json.encode(), headers, client)) as sent:
-            async for message in sent:
-                if message["type"] == "http.response.start":
-                    status = message["status"]
-                    told = {name.decode(): value.decode() for name, value in message.get("headers", ())}
-                    if status == 200:
-                        await context.send_initial_metadata(tuple((n, told[n]) for n in TOLD if n in told))
-                    continue
-                rest, failed = rest + message.get("body", b""), message.get("failed", failed)
-                if told.get("content-type", "").startswith("text/event-stream"):
-                    *whole, rest = rest.split(EVENT_END)
-                    for each in _data(whole):
-                        await write(context, Body(json=each), self._timeout_s)
-        if status != 200:
-            await _inference_abort(context, status, told, json.loads(rest))
-        if failed is not None:
-            await _inference_abort(context, failed[0], told, failed[1])
-        if rest:
-            await write(context, Body(json=rest.decode()), self._timeout_s)
+    async def _answer(
+        self, method: str, kind: type[AnyBody], prepare: Prepare[AnyBody], request: Body, context: Call
+    ) -> None:
+        async def run(state: CallState) -> None:
+            front, body = self._front, await self._read(request, kind)
+            if not plain_id(metadata(context, "x-request-id")):
+                state.served["request_id"] = plain_id(getattr(body, "request_id", None)) or state.request_id
+            job, renderer_of = await prepare(front, body, state.request_id)
+            job, state.traceresponse = front.traced(job, metadata(context, "traceparent"))
+            show = self._stream if job.stream else self._send_whole
+            await show(job, front.renderer(job, renderer_of), state, context)
+
+        await self._guarded(method, run, context)
+
+    async def _look_up(
+        self, method: str, kind: type[AnyBody], find: LookUp[AnyBody], request: Body, context: Call
+    ) -> None:
+        async def run(state: CallState) -> None:
+            found = await find(self._front, await self._read(request, kind))
+            await self._begin(state, context)
+            await write(context, Body(json=await dump_slowly(found)), self._timeout_s)
+
+        await self._guarded(method, run, context)
+
+    async def _read(self, request: Body, kind: type[AnyBody]) -> AnyBody:
+        raw, most = request.json.encode(), self._front.settings.max_body_bytes
+        if len(raw) > most:
+            raise BodyTooLarge(f"the body has {len(raw)} bytes, at most {most} are allowed")
+        return await self._front.read(raw, kind)
+
+    async def _guarded(self, method: str, run: Callable[[CallState], Awaitable[None]], context: Call) -> None:
+        """Runs a call of a client with a key; ends it with the code, the message and the metadata of its error."""
+        address, began_s = context.peer().rpartition(":")[0], time.monotonic()
+        client = self._front.clients.recognised(metadata(context, "authorization"), address)
+        name = plain_id(metadata(context, "x-request-id")) or uuid.uuid4().hex
+        state = CallState(client or "", {"request_id": name, "client": client})
+        SERVED.set(state.served)
+        failure: Exception | None = None if client is not None else Unauthorized(REFUSED_KEY)
+        try:
+            if failure is None:
+                await run(state)
+                state.status = 200
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            failure = error
+        finally:
+            if failure is not None:
+                state.status = describe(failure)[0]
+            log_request("gRPC", f"/{INFERENCE}/{method}", state.status, time.monotonic() - began_s, state.served)
+        if failure is not None:
+            if not isinstance(failure, JdisaggError):
+                log.error("a call failed", exc_info=failure)
+            await _abort_inference(context, failure, state)
+
+    async def _begin(self, state: CallState, context: Call, more: Mapping[str, str] = NO_METADATA) -> None:
+        await context.send_initial_metadata(tuple((state.headers | dict(more)).items()))
+
+    def _batches(self, job: Job, state: CallState) -> AsyncGenerator[Batch]:
+        front = self._front
+        return batches_of(job, front.service, front.settings, front.clients, state.client)
+
+    async def _send_whole(self, job: Job, renderer: Rendering, state: CallState, context: Call) -> None:
+        async with aclosing(self._batches(job, state)) as batches:
+            async for batch in batches:
+                await gather_batch(renderer, batch)
+        await self._begin(state, context, instance_headers(renderer.finish))
+        await write(context, Body(json=await dump_slowly(renderer.whole())), self._timeout_s)
+
+    async def _stream(self, job: Job, renderer: Rendering, state: CallState, context: Call) -> None:
+        """Sends a message per event. An answer that fails after the first one is ended by its events, then the call."""
+        assert isinstance(renderer, Streaming), "a streamed job has a renderer of events"
+        has_begun, failure = False, None
+        try:
+            async with aclosing(self._batches(job, state)) as batches:
+                async for batch in batches:
+                    if not has_begun:
+                        raise_if_failed(batch)
+                        await self._begin(state, context)
+                        has_begun = True
+                    await self._send_events(await events_of(renderer, batch), context)
+                    failure = failure or failure_in(batch)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            if not has_begun:
+                raise
+            failure = error
+        await self._send_events(renderer.closing() if failure is None else renderer.broken(failure), context)
+        if failure is not None:
+            raise failure
+
+    async def _send_events(self, events: Sequence[StreamEvent], context: Call) -> None:
+        for _, data in events:
+            await write(context, Body(json=data.decode()), self._timeout_s)
 
 
-def _data(events: list[bytes]) -> Iterator[str]:
-    """The JSON of each server-sent event."""
-    for event in events:
-        data = event[event.index(DATA) + len(DATA) :]
-        if data != DONE:
-            yield data.decode()
-
-
-async def _inference_abort(context: Call, status: int, told: dict[str, str], body: dict[str, Any]) -> NoReturn:
-    after = tuple((name, told[name]) for name in ("retry-after", "x-request-id") if name in told)
-    await context.abort(code_of(status), body["error"]["message"], after)
+async def _abort_inference(context: Call, error: Exception, state: CallState) -> NoReturn:
+    status, body = describe(error)
+    told = {name: value for name, value in error_headers(error).items() if name == "retry-after"}
+    await context.abort(code_of(status), body["error"]["message"], (*told.items(), ("x-request-id", state.request_id)))
 
 
 MAX_SAMPLES = 128
@@ -201,15 +305,13 @@ def create_grpc_server(
     service: Service,
     settings: FrontSettings | None = None,
     clients: Clients | None = None,
-    app: ASGIApp | None = None,
 ) -> grpc.aio.Server:
-    """A server without a port yet: `add_insecure_port`, then `await start()`. `app` is that of HTTP, where it is."""
+    """Returns a server without a port: `add_insecure_port`, then `await start()`. `clients` are those of HTTP."""
     settings = settings or FrontSettings()
     clients = clients or Clients(settings, service.now_s)
     server = grpc.aio.server(options=_options(settings))
     add_OrchestratorServicer_to_server(Orchestrator(service, settings, clients), server)
-    app = create_app(service, settings, clients=clients) if app is None else app
-    add_InferenceServicer_to_server(Inference(app, settings.client_timeout_s), server)
+    add_InferenceServicer_to_server(Inference(Front(service, settings, clients)), server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthOfService(service, ("", ORCHESTRATOR, INFERENCE)), server)
     reflection.enable_server_reflection((ORCHESTRATOR, INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server
@@ -309,14 +411,12 @@ class Orchestrator(OrchestratorServicer):
         if name and adapter is None:
             raise RequestError(f"lora_adapter_id is {name[:100]!r}; the adapters that are loaded: {known}")
         eos_ids = service.tokenizer.eos_ids if settings.eos_ids is None else settings.eos_ids
-        said = {
-            "max_tokens": asked.max_tokens or max(1, service.max_model_len - prompt_tokens),
-            "temperature": 0.0 if asked.num_samples <= 1 else 1.0,
-            "seed": fold_seed(None),
-            "adapter": adapter,
-            "stop_token_ids": tuple(eos_ids),
-        }
-        return sampling_params(said, settings.sampling_defaults)
+        sampling = SamplingParams(
+            max_tokens=asked.max_tokens or max(1, service.max_model_len - prompt_tokens),
+            temperature=0.0 if asked.num_samples <= 1 else 1.0,
+            adapter=adapter,
+        )
+        return resolved(sampling, settings.sampling_defaults, eos_ids)
 
     def _options(self, sampling: SamplingParams) -> TextOptions:
         ends = frozenset(sampling.stop_token_ids)

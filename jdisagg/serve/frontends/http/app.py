@@ -24,11 +24,11 @@ from jdisagg.serve.frontends.http.chat import chat_ids
 from jdisagg.serve.frontends.http.connections import AccessLog
 from jdisagg.serve.frontends.http.embeddings import EmbeddingsBody, ScoreBody, add_embeddings
 from jdisagg.serve.frontends.http.errors import documented
-from jdisagg.serve.frontends.http.front import BestOfRenderer, Front, request_name
+from jdisagg.serve.frontends.http.front import Front
 from jdisagg.serve.frontends.http.gate import Gate, read_body
-from jdisagg.serve.frontends.http.jobs import chat_job, check_model, completion_job, decode, encode
+from jdisagg.serve.frontends.http.jobs import Job, chat_job, check_model, completion_job, decode, encode
 from jdisagg.serve.frontends.http.messages import CountBody, MessagesBody, add_messages
-from jdisagg.serve.frontends.http.rendering import Renderer
+from jdisagg.serve.frontends.http.rendering import BestOfRenderer, Renderer, RendererOf
 from jdisagg.serve.frontends.http.responses import ResponsesBody, add_responses
 from jdisagg.serve.frontends.http.schema import BODIES as PLAIN_BODIES
 from jdisagg.serve.frontends.http.schema import (
@@ -142,16 +142,16 @@ def create_app(
     settings = settings or FrontSettings()
     clients = clients or Clients(settings, service.now_s)
     app = FastAPI(title="jdisagg", version=settings.version, redirect_slashes=False)  # it would trust the Host header
-    front = Front(service, settings, metrics or Metrics(service.model_name), clients)
+    front, metrics = Front(service, settings, clients), metrics or Metrics(service.model_name)
     errors.install(app)
     _add_generation(app, front)
     add_responses(app, front)
     add_messages(app, front)
     add_embeddings(app, front)
     _add_tokens(app, front)
-    _add_state(app, front)
+    _add_state(app, front, metrics)
     if debug_state is not None:
-        add_debug(app, debug_state, ClusterView(service, front.metrics, debug_state, settings.version))
+        add_debug(app, debug_state, ClusterView(service, metrics, debug_state, settings.version))
         add_cache(app, service, debug_state, settings.max_body_bytes)
     add_page(app)
     if settings.admin_key is not None:
@@ -165,43 +165,53 @@ def create_app(
     return app
 
 
-def _add_generation(app: FastAPI, front: Front) -> None:
-    service, settings = front.service, front.settings
+async def prepare_completion(front: Front, body: CompletionBody, name: str) -> tuple[Job, RendererOf]:
+    job = await completion_job(body, front.service, front.settings, name)
+    return job, BestOfRenderer if job.kept else Renderer
 
+
+async def prepare_chat(front: Front, body: ChatBody, name: str) -> tuple[Job, RendererOf]:
+    return await chat_job(body, front.service, front.settings, name), Renderer
+
+
+def _add_generation(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=GENERATION)
     async def completions(request: Request) -> Response:
-        body = await front.body(request, CompletionBody)
-        job = await completion_job(body, service, settings, request_name(request, body.request_id))
-        return front.respond(job, request, BestOfRenderer if job.kept else Renderer)
+        return await front.answer(request, CompletionBody, prepare_completion)
 
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=GENERATION)
     async def chat_completions(request: Request) -> Response:
-        body = await front.body(request, ChatBody)
-        name = request_name(request, body.request_id)
-        return front.respond(await chat_job(body, service, settings, name), request)
+        return await front.answer(request, ChatBody, prepare_chat)
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, __: Exception) -> Response:
         return EMPTY
 
 
-def _add_tokens(app: FastAPI, front: Front) -> None:
-    service, settings = front.service, front.settings
+async def tokenized(front: Front, body: TokenizeBody) -> dict[str, Any]:
+    """Returns the answer to a body of `/tokenize`. Raises RequestError."""
+    service = front.service
+    check_model(body.model, service, front.settings)
+    ids = await _tokens_of(body, service)
+    strings = await front.token_texts(ids) if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": [*ids], "token_strs": strings}
 
+
+async def detokenized(front: Front, body: DetokenizeBody) -> dict[str, Any]:
+    """Returns the answer to a body of `/detokenize`. Raises RequestError."""
+    check_model(body.model, front.service, front.settings)
+    return {"prompt": await decode(front.service, body.tokens, body.skip_special_tokens)}
+
+
+def _add_tokens(app: FastAPI, front: Front) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeBody), responses=TOKENS)
     async def tokenize(request: Request) -> Response:
-        body = await front.body(request, TokenizeBody)
-        check_model(body.model, service, settings)
-        ids = await _tokens_of(body, service)
-        strings = await front.token_texts(ids) if body.return_token_strs else None
-        shown = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": [*ids], "token_strs": strings}
+        shown = await tokenized(front, await front.body(request, TokenizeBody))
         return Response(await text.dump_slowly(shown), media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeBody), responses=TOKENS)
     async def detokenize(request: Request) -> dict[str, Any]:
-        body = await front.body(request, DetokenizeBody)
-        check_model(body.model, service, settings)
-        return {"prompt": await decode(service, body.tokens, body.skip_special_tokens)}
+        return await detokenized(front, await front.body(request, DetokenizeBody))
 
 
 async def _tokens_of(body: TokenizeBody, service: Service) -> tuple[int, ...]:
@@ -213,7 +223,7 @@ async def _tokens_of(body: TokenizeBody, service: Service) -> tuple[int, ...]:
     return await chat_ids(ChatFields(**fields), service.tokenizer, service.max_model_len, bool(body.add_special_tokens))
 
 
-def _add_state(app: FastAPI, front: Front) -> None:
+def _add_state(app: FastAPI, front: Front, collected: Metrics) -> None:
     service, settings = front.service, front.settings
 
     @app.get("/v1/models", responses=errors.documented(401))
@@ -230,7 +240,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def health() -> Response:
         """200 once the stack runs, also while it drains: a process that finishes its work is healthy. `degraded` is
         served with less than there was, for what `why` says; `model_fingerprint` is equal where the model is."""
-        why = front.metrics.troubles.told(service.now_s())
+        why = collected.troubles.told(service.now_s())
         state = "draining" if service.draining else "unready" if not service.ready else "degraded" if why else "ok"
         able = {"live": service.alive, "ready": service.ready and not service.draining}
         return _state(state, ("unready",), **able, why=why, model_fingerprint=settings.model_fingerprint)
@@ -262,7 +272,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text."""
-        return Response(front.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(collected.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _state(state: str, bad: tuple[str, ...], **more: object) -> Response:

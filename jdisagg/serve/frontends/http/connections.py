@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any
@@ -289,19 +289,21 @@ class AccessLog:
         try:
             await self._app(scope, receive, noted)
         finally:
-            _tell(scope, status, time.monotonic() - began_s)
+            state: Mapping[str, Any] = scope.get("state", {})
+            log_request(scope["method"], scope["path"], status, time.monotonic() - began_s, state, _level(scope))
 
 
 def _level(scope: Scope) -> int:
     return logging.DEBUG if scope["path"] in POLLED else logging.INFO
 
 
-def _tell(scope: Scope, status: int, seconds: float) -> None:
-    state: dict[str, Any] = scope.get("state", {})
-    method, path, client = scope["method"], scope["path"], state.get("client") or "nobody"
+def log_request(
+    method: str, path: str, status: int, seconds: float, state: Mapping[str, Any], level: int = logging.INFO
+) -> None:
+    """Logs one line for a request; `state` has its id and its client."""
+    client = state.get("client") or "nobody"
     fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 6), "client": client}
     said = SERVED.set(state if "request_id" in state else None)
-    name = state.get("request_id", "-")
-    words = method, path, status, seconds, client, name
-    log.log(_level(scope), "%s %s %s %.3f s, %s, %s", *words, extra={"fields": fields})
+    words = method, path, status, seconds, client, state.get("request_id", "-")
+    log.log(level, "%s %s %s %.3f s, %s, %s", *words, extra={"fields": fields})
     SERVED.reset(said)

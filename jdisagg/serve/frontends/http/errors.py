@@ -18,13 +18,9 @@ from jdisagg.policy.client_limits import RateStatus
 from jdisagg.serve.deploy.pools import NoSuchWorker, RoleConflict
 from jdisagg.serve.driver.local_service import AnswerFailed, GrammarEnded
 from jdisagg.serve.driver.service import Draining, NotLeader, ObjectiveUnmet, Rejected
-from jdisagg.serve.frontends.adapters import NoSuchAdapter
+from jdisagg.serve.frontends.adapters import ModelNotFound, NoSuchAdapter
 from jdisagg.serve.frontends.clients import RateLimited
 from jdisagg.serve.observability.tracing import Busy
-
-
-class ModelNotFound(RequestError):
-    """The client asked for a model that is not served here (HTTP 404)."""
 
 
 class BodyTooLarge(RequestError):
@@ -113,6 +109,11 @@ def error_response(error: Exception, path: str = "") -> Response:
     status, body = describe(error)
     if path.startswith(MESSAGES):
         body = in_messages(status, body)
+    return Response(json.dumps(body), status, error_headers(error), media_type="application/json")
+
+
+def error_headers(error: Exception) -> dict[str, str]:
+    """Returns the headers that belong to an error, as the time to come again."""
     headers: dict[str, str] = {}
     if isinstance(error, Rejected):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -124,7 +125,7 @@ def error_response(error: Exception, path: str = "") -> Response:
         headers["connection"] = "close"  # the rest of the body is not read
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    return Response(json.dumps(body), status, headers, media_type="application/json")
+    return headers
 
 
 def allowance_headers(allowances: Iterable[RateStatus]) -> dict[str, str]:

@@ -1,26 +1,27 @@
-"""One HTTP request made ready to run: prompts as tokens, a `Request` for every choice, what the answer must show."""
+"""Makes the body of a request ready to run: its prompts as tokens, a `Request` per choice, the fields to return."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from jdisagg.core.errors import ConfigError, RequestError
-from jdisagg.core.request import Request, RequestId, SamplingParams
+from jdisagg.core.request import PARAMETERS, POOLED_ONE, Request, RequestId, SamplingParams
 from jdisagg.model.grammars.grammars import open_grammars
-from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.driver.local_service import check_work
 from jdisagg.serve.driver.service import Service
 from jdisagg.serve.frontends import text as offload
+from jdisagg.serve.frontends.adapters import ModelNotFound
 from jdisagg.serve.frontends.best_of import answers_drawn
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.chat import chat_ids
-from jdisagg.serve.frontends.http.errors import ModelNotFound
-from jdisagg.serve.frontends.http.schema import ChatBody, CompletionBody, FormFields, GenerationFields
-from jdisagg.serve.frontends.sampling import choice_seed, fold_seed, logit_bias_of, sampling_params, stop_strings
+from jdisagg.serve.frontends.http.schema import ChatBody, CompletionBody, FormFields, GenerationFields, PoolingFields
+from jdisagg.serve.frontends.sampling import choice_seed, resolved, text_options, token_biases
 from jdisagg.serve.frontends.structured import Form, form_of, grammar_of
 from jdisagg.serve.frontends.text import TextOptions
 from jdisagg.serve.frontends.tools.asked import NONE, OFF, Tools, form_of_choice, reads_of, tools_of
@@ -92,54 +93,65 @@ async def decode(service: Service, ids: Sequence[int], skip_special_tokens: bool
 
 
 async def completion_job(body: CompletionBody, service: Service, settings: FrontSettings, name: str) -> Job:
-    """`name` is the client's request id, or a fresh one."""
+    """Returns the job of a body of completions; `name` is the client's request id, or a fresh one."""
     check_model(body.model, service, settings)
-    kept = body.n or 1
-    drawn = answers_drawn(kept, body.best_of, stream=bool(body.stream))
-    body = body.model_copy(update={"n": drawn})
+    asked = sampling_of(body, service, settings)
+    drawn = answers_drawn(asked.n, asked.best_of, stream=bool(body.stream))
     given = listed(body.prompt)
-    _check_shape(body, len(given), settings)
-    prompts = await _prompts(given, body, service)
-    prompt_only = bool(body.echo) and body.max_tokens == 0
-    asked: dict[str, Any] = {
-        "max_tokens": 1 if prompt_only else body.max_tokens,
-        "logprobs": 0 if body.logprobs is None and drawn > kept else body.logprobs,
-        "prompt_logprobs": body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
-    }
-    asked["grammar"] = await grammar_for(form_of(_forms(body)), service, settings)
-    job = _job(body, f"cmpl-{name}", prompts, asked, service, settings, prompt_only)
-    return replace(job, logprobs=body.logprobs is not None, drawn=drawn, kept=kept) if drawn > kept else job
+    _check_shape(body, asked, len(given) * drawn, len(given), settings)
+    prompts = await _prompts(given, body, asked.skip_special_tokens, service)
+    prompt_only = bool(body.echo) and asked.max_tokens == 0
+    sampling = replace(
+        asked,
+        max_tokens=1 if prompt_only else asked.max_tokens,
+        n=drawn,
+        logprobs=0 if asked.logprobs is None and drawn > asked.n else asked.logprobs,
+        prompt_logprobs=asked.logprobs if body.echo and asked.prompt_logprobs is None else asked.prompt_logprobs,
+    )
+    grammar = await grammar_for(form_of(_forms(body)), service, settings)
+    job = _job(body, f"cmpl-{name}", prompts, sampling, grammar, service, settings)
+    job = replace(job, prompt_only=prompt_only, prompt_logprobs=asked.prompt_logprobs is not None)
+    return replace(job, logprobs=asked.logprobs is not None, drawn=drawn, kept=asked.n) if drawn > asked.n else job
 
 
 async def chat_job(
     body: ChatBody, service: Service, settings: FrontSettings, name: str, prefix: str = "chatcmpl-"
 ) -> Job:
-    """As `completion_job`, from messages; without a limit the answer may fill the model's length."""
+    """Returns the job of a body of chat; without a limit the answer may fill the model's length."""
     check_model(body.model, service, settings)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError(f"top_logprobs is {body.top_logprobs} while logprobs is not true", param="top_logprobs")
     if body.echo:
         raise RequestError("echo is not supported in chat", param="echo")
-    _check_shape(body, 1, settings)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = sampling_of(body, service, settings, logprobs=logprobs)
+    _check_shape(body, sampling, sampling.n, 1, settings)
     tools = _tools_of(body, service, settings)
     if tools is not None and tools.choice == NONE:
         body = body.model_copy(update={"tools": None})
     found = await chat_ids(body, service.tokenizer, service.max_model_len, bool(body.add_special_tokens))
     ids = last_tokens(found, body.truncate_prompt_tokens, service)
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    asked: dict[str, Any] = {
-        "max_tokens": max(1, service.max_model_len - len(ids)) if limit is None else limit,
-        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "prompt_logprobs": body.prompt_logprobs,
-    }
-    asked["grammar"] = await grammar_for(_chat_form(body, tools), service, settings)
-    job = _job(body, prefix + name, [Prompt(ids)], asked, service, settings, prompt_only=False)
+    if body.max_completion_tokens is not None:
+        sampling = replace(sampling, max_tokens=body.max_completion_tokens)
+    elif "max_tokens" not in sampling.given():
+        sampling = replace(sampling, max_tokens=max(1, service.max_model_len - len(ids)))
+    grammar = await grammar_for(_chat_form(body, tools), service, settings)
+    job = _job(body, prefix + name, [Prompt(ids)], sampling, grammar, service, settings)
     end = service.tokenizer.decode(ids[-PROMPT_END:], skip_special_tokens=False)
-    reads = reads_of(settings.parsers, tools, end, service.tokenizer.special_text, body.skip_special_tokens)
+    reads = reads_of(settings.parsers, tools, end, service.tokenizer.special_text, sampling.skip_special_tokens)
     if reads is None:
         return job
     options = replace(job.options, skip_special_tokens=False)
     return replace(job, options=options, reads=reads, shows_reasoning=body.include_reasoning)
+
+
+def sampling_of(body: GenerationFields, service: Service, settings: FrontSettings, **fields: Any) -> SamplingParams:
+    """Returns the sampling parameters of a body, by the table of `core/request.py`; `fields` go before the body's."""
+    given = {name: getattr(body, name) for name in PARAMETERS if name in body.model_fields_set}
+    given = {name: value for name, value in (given | fields).items() if value is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = token_biases(given["logit_bias"], service.tokenizer)
+    return SamplingParams(**given, adapter=settings.adapters.find(body.model))
 
 
 def _tools_of(body: ChatBody, service: Service, settings: FrontSettings) -> Tools | None:
@@ -167,10 +179,10 @@ def _forms(body: GenerationFields) -> dict[str, Any]:
     return {name: getattr(body, name) for name in body.model_fields_set & FormFields.model_fields.keys()}
 
 
-async def grammar_for(form: Form | None, service: Service, settings: FrontSettings) -> str | None:
-    """What the answer is held to; None where it is free. Raises RequestError."""
+async def grammar_for(form: Form | None, service: Service, settings: FrontSettings) -> str:
+    """Returns the grammar that the answer follows; "" if it is free. Raises RequestError."""
     if form is None:
-        return None
+        return ""
     if settings.no_grammars:
         raise RequestError(f"{form.field} cannot be had: {settings.no_grammars}", param=form.field)
     place, vocab_size = service.tokenizer.place, service.model_config.vocab_size
@@ -186,14 +198,20 @@ def traced(job: Job, traceparent: str) -> Job:
     return replace(job, choices=choices)
 
 
-async def _prompts(given: Sequence[str] | Sequence[list[int]], body: CompletionBody, service: Service) -> list[Prompt]:
+async def _prompts(
+    given: Sequence[str] | Sequence[list[int]], body: CompletionBody, skips_special: bool, service: Service
+) -> list[Prompt]:
     texts = [each for each in given if isinstance(each, str)]
     if texts:
         found = await encode(service, texts, body.add_special_tokens is not False)
-        return [await _shortened(Prompt(*each), body, service) for each in zip(found, texts, strict=True)]
+        prompts = [Prompt(*each) for each in zip(found, texts, strict=True)]
+        return [await _shortened(each, body, skips_special, service) for each in prompts]
     listed = [each for each in given if not isinstance(each, str)]
-    shown = [await decode(service, ids, body.skip_special_tokens) if body.echo else "" for ids in listed]
-    return [await _shortened(Prompt(tuple(ids), text), body, service) for ids, text in zip(listed, shown, strict=True)]
+    shown = [await decode(service, ids, skips_special) if body.echo else "" for ids in listed]
+    return [
+        await _shortened(Prompt(tuple(ids), text), body, skips_special, service)
+        for ids, text in zip(listed, shown, strict=True)
+    ]
 
 
 def last_tokens(ids: tuple[int, ...], most: int | None, service: Service) -> tuple[int, ...]:
@@ -205,11 +223,11 @@ def last_tokens(ids: tuple[int, ...], most: int | None, service: Service) -> tup
     return ids[-(service.max_model_len - 1 if most < 0 else most) :]
 
 
-async def _shortened(prompt: Prompt, body: CompletionBody, service: Service) -> Prompt:
+async def _shortened(prompt: Prompt, body: CompletionBody, skips_special: bool, service: Service) -> Prompt:
     ids = last_tokens(prompt.ids, body.truncate_prompt_tokens, service)
     if len(ids) == len(prompt.ids):
         return prompt
-    return Prompt(ids, await decode(service, ids, body.skip_special_tokens) if body.echo else "")
+    return Prompt(ids, await decode(service, ids, skips_special) if body.echo else "")
 
 
 def listed(prompt: Any) -> list[str] | list[list[int]]:
@@ -222,22 +240,15 @@ def _job(
     body: GenerationFields,
     public_id: str,
     prompts: Sequence[Prompt],
-    asked: Mapping[str, Any],
+    asked: SamplingParams,
+    grammar: str,
     service: Service,
     settings: FrontSettings,
-    prompt_only: bool,
 ) -> Job:
     eos_ids = service.tokenizer.eos_ids if settings.eos_ids is None else settings.eos_ids
-    sampling = _sampling(body, asked, eos_ids, settings, service.tokenizer)
-    options = TextOptions(
-        stop=stop_strings(body.stop, settings.max_stops, settings.max_stop_chars),
-        stop_token_ids=frozenset(sampling.stop_token_ids),
-        eos_ids=frozenset(eos_ids),
-        min_tokens=sampling.min_tokens,
-        include_stop=body.include_stop_str_in_output,
-        skip_special_tokens=body.skip_special_tokens,
-    )
-    choices = _choices(public_id, prompts, body.n or 1, sampling, body, service, settings)
+    sampling = resolved(asked, settings.sampling_defaults, eos_ids, grammar)
+    options = text_options(asked, sampling, eos_ids, settings.max_stops, settings.max_stop_chars)
+    choices = _choices(public_id, prompts, asked.n, sampling, body, service, settings)
     runs_on = not (sampling.stop_token_ids or options.stop)
     check_work(service, [each.request for each in choices], settings.queue_timeout_s, runs_on)
     stream_options = body.stream_options
@@ -252,17 +263,18 @@ def _job(
         include_usage=stream_options is not None and stream_options.include_usage,
         usage_everywhere=stream_options is not None and stream_options.continuous_usage_stats,
         echo=bool(body.echo),
-        prompt_only=prompt_only,
-        logprobs=asked["logprobs"] is not None,
-        prompt_logprobs=body.prompt_logprobs is not None,
+        prompt_only=False,
+        logprobs=asked.logprobs is not None,
+        prompt_logprobs=asked.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         ledger=body.ledger,
     )
 
 
-def _check_shape(body: GenerationFields, num_prompts: int, settings: FrontSettings) -> None:
-    wanted = num_prompts * (body.n or 1)
+def _check_shape(
+    body: GenerationFields, sampling: SamplingParams, wanted: int, num_prompts: int, settings: FrontSettings
+) -> None:
     if wanted == 0:
         raise RequestError("the prompt is empty: it is a list of 0 prompts, at least 1 is needed", param="prompt")
     if wanted > settings.max_choices:
@@ -271,36 +283,8 @@ def _check_shape(body: GenerationFields, num_prompts: int, settings: FrontSettin
         )
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is given while stream is not true", param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
+    if sampling.prompt_logprobs is not None and body.stream:
         raise RequestError("prompt_logprobs is not supported with stream", param="prompt_logprobs")
-
-
-def _sampling(
-    body: GenerationFields,
-    asked: Mapping[str, Any],
-    eos_ids: Sequence[int],
-    settings: FrontSettings,
-    tokenizer: Tokenizer,
-) -> SamplingParams:
-    ends = () if body.ignore_eos and not asked["grammar"] else tuple(eos_ids)  # which is how a grammar ends
-    said = {
-        **asked,
-        "synchronous": True if asked["grammar"] else None,
-        "adapter": settings.adapters.find(body.model),
-        "min_tokens": body.min_tokens,
-        "speculative": body.speculative,
-        "temperature": body.temperature,
-        "top_k": body.top_k,
-        "top_p": body.top_p,
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "logit_bias": logit_bias_of(body.logit_bias, tokenizer),
-        "seed": fold_seed(body.seed),
-        "stop_token_ids": tuple(dict.fromkeys([*ends, *(body.stop_token_ids or ())])),
-    }
-    return sampling_params(said, settings.sampling_defaults)
 
 
 def _choices(
@@ -329,3 +313,65 @@ def _choices(
             request.check(service.model_config.vocab_size, service.max_model_len)
         choices.append(Choice(request, prompt, nth == 0))
     return tuple(choices)
+
+
+async def pooling_job(
+    body: PoolingFields,
+    given: Sequence[str] | Sequence[list[int]],
+    service: Service,
+    settings: FrontSettings,
+    name: str,
+    prefix: str,
+) -> Job:
+    """Returns the job of texts to be pooled: a request each, which ends with its prompt. Raises RequestError."""
+    check_model(body.model, service, settings)
+    if settings.embeddings == "off":
+        raise RequestError("this server makes no embeddings; start it with --embeddings=last or mean", param="model")
+    if not 1 <= len(given) <= settings.max_choices:
+        raise RequestError(f"there are {len(given)} inputs, must be 1 to {settings.max_choices}", param="input")
+    texts = [each for each in given if isinstance(each, str)]
+    found = await encode(service, texts, body.add_special_tokens is not False) if texts else []
+    ids = found or [tuple(each) for each in given if not isinstance(each, str)]
+    prompts = [last_tokens(each, body.truncate_prompt_tokens, service) for each in ids]
+    choices = tuple(
+        _pooled_choice(body, prompt, service, settings, f"{prefix}{name}", i) for i, prompt in enumerate(prompts)
+    )
+    return Job(
+        chat=False,
+        public_id=f"{prefix}{name}",
+        created=int(time.time()),
+        model=body.model or service.model_name,
+        choices=choices,
+        options=TextOptions(),
+        stream=False,
+        include_usage=False,
+        usage_everywhere=False,
+        echo=False,
+        prompt_only=True,
+        logprobs=False,
+        prompt_logprobs=False,
+        token_ids=False,
+        tokens_as_ids=False,
+        ledger=False,
+    )
+
+
+def _pooled_choice(
+    body: PoolingFields, ids: tuple[int, ...], service: Service, settings: FrontSettings, public_id: str, index: int
+) -> Choice:
+    now_s = service.now_s()
+    pooling, adapter = body.pooling or settings.embeddings, settings.adapters.find(body.model)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, adapter=adapter)
+    deadline_s = None if settings.queue_timeout_s is None else now_s + settings.queue_timeout_s
+    request_id = RequestId(f"{public_id}-{uuid.uuid4().hex[:8]}-{index}")
+    request = Request(request_id, ids, sampling, now_s, body.priority, deadline_s, body.cache_salt)
+    request.check(service.model_config.vocab_size, service.max_model_len)
+    return Choice(request, Prompt(ids), True)
+
+
+def vector(pooled: tuple[int, ...], choice: Choice, dimensions: int | None, *, normalize: bool) -> np.ndarray:
+    """Returns the last token's state or the mean of all as f32, cut to `dimensions` and normalised to length 1."""
+    count = len(choice.prompt.ids) if choice.request.sampling.pooling == "mean" else 1
+    found = np.array(pooled, np.float64)[:dimensions] / (POOLED_ONE * count)
+    length = np.linalg.norm(found)
+    return (found / length if normalize and length > 0 else found).astype(np.float32)

@@ -15,8 +15,9 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.events import Finish
 from jdisagg.serve.frontends.http.chat import chat_ids
 from jdisagg.serve.frontends.http.errors import MESSAGES, MessagesError, describe, documented, in_messages
-from jdisagg.serve.frontends.http.front import Front, request_name
+from jdisagg.serve.frontends.http.front import Front
 from jdisagg.serve.frontends.http.jobs import Job, chat_job, check_model
+from jdisagg.serve.frontends.http.rendering import RendererOf, StreamEvent
 from jdisagg.serve.frontends.http.schema import (
     INT32,
     MAX_MESSAGES,
@@ -274,7 +275,9 @@ class BlockRenderer:
 
 
 class MessageRenderer:
-    """Implements `Rendering`, of one choice."""
+    """A renderer of one choice as a message."""
+
+    stream_end = b""
 
     def __init__(self, body: MessagesBody, job: Job, names: TokenNames, fingerprint: str) -> None:
         self.job, self._stops = job, frozenset(job.options.stop)
@@ -296,21 +299,20 @@ class MessageRenderer:
     async def gather(self, index: int, piece: Piece) -> None:
         self._take(piece)
 
-    async def opening(self, index: int, piece: Piece) -> bytes:
+    async def opening(self, index: int, piece: Piece) -> list[StreamEvent]:
         if self._begun:
-            return b""
+            return []
         self._begun = True
-        return _event({"type": "message_start", "message": self._message()})
+        return [_event({"type": "message_start", "message": self._message()})]
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
-        return b"".join(map(_event, self._take(piece)))
+    def chunk(self, index: int, piece: Piece) -> list[StreamEvent]:
+        return [*map(_event, self._take(piece))]
 
-    def closing(self) -> bytes:
-        return _event({"type": "message_delta", **self._ending()}) + _event({"type": "message_stop"})
+    def closing(self) -> list[StreamEvent]:
+        return [_event({"type": "message_delta", **self._ending()}), _event({"type": "message_stop"})]
 
-    def broken(self, error: Exception) -> bytes:
-        ends = b"".join(map(_event, self._blocks.end()))
-        return ends + _event(in_messages(*describe(error)))
+    def broken(self, error: Exception) -> list[StreamEvent]:
+        return [*map(_event, self._blocks.end()), _event(in_messages(*describe(error)))]
 
     def whole(self) -> dict[str, Any]:
         ending = self._ending()
@@ -338,8 +340,8 @@ class MessageRenderer:
         return {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": usage}
 
 
-def _event(event: Event) -> bytes:
-    return f"event: {event['type']}\ndata: {dump(event)}\n\n".encode()
+def _event(event: Event) -> StreamEvent:
+    return event["type"], dump(event).encode()
 
 
 # The routes of the Messages API.
@@ -348,15 +350,18 @@ COUNTS = documented(400, 401, 404, 408, 413, body=MessagesError)
 ANSWERS = documented(400, 401, 404, 408, 413, 429, 503, body=MessagesError)
 
 
+async def _prepare(front: Front, body: MessagesBody, name: str) -> tuple[Job, RendererOf]:
+    job = await chat_job(chat_body_of(body), front.service, front.settings, name, "msg_")
+    return job, partial(MessageRenderer, body)
+
+
 def add_messages(app: FastAPI, front: Front) -> None:
     service, settings = front.service, front.settings
 
     @app.post(MESSAGES, openapi_extra=takes(MessagesBody), responses=ANSWERS)
     async def messages(request: Request) -> Response:
         """The answer to messages, as Anthropic's clients ask for it; the key may come as `x-api-key`."""
-        body = await front.body(request, MessagesBody)
-        job = await chat_job(chat_body_of(body), service, settings, request_name(request, body.request_id), "msg_")
-        return front.respond(job, request, partial(MessageRenderer, body))
+        return await front.answer(request, MessagesBody, _prepare)
 
     @app.post(f"{MESSAGES}/count_tokens", openapi_extra=takes(CountBody), responses=COUNTS)
     async def count_tokens(request: Request) -> dict[str, Any]:

@@ -1,27 +1,25 @@
-"""Answers as JSON: whole ones as dictionaries, streamed ones as bytes around a skeleton that is made once a choice."""
+"""Renders answers as JSON: whole ones as dictionaries, streams as events around a skeleton made once per choice.
+
+HTTP (`front.py`) and gRPC run jobs by `batches_of` and show them by the same renderers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from fastapi import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from jdisagg.core.errors import JdisaggError
 from jdisagg.core.events import Finish
 from jdisagg.core.request import Sampled
 from jdisagg.serve.driver.local_service import AnswerFailed, Batch, answers, failure_of
 from jdisagg.serve.driver.service import Service
+from jdisagg.serve.frontends.best_of import likeliest, likelihood
 from jdisagg.serve.frontends.clients import Clients
 from jdisagg.serve.frontends.front_settings import FrontSettings
-from jdisagg.serve.frontends.http.errors import allowance_headers, describe
+from jdisagg.serve.frontends.http.errors import describe
 from jdisagg.serve.frontends.http.jobs import Job
 from jdisagg.serve.frontends.text import (
     SLICE,
@@ -31,7 +29,6 @@ from jdisagg.serve.frontends.text import (
     completion_logprobs,
     dump,
     dump_slowly,
-    event,
     prompt_logprobs,
 )
 from jdisagg.serve.frontends.tools.parser import Call
@@ -39,12 +36,12 @@ from jdisagg.serve.frontends.tools.told import told
 from jdisagg.serve.observability.records import ledger_json
 
 HOLE = "\x00hole\x00"  # where a chunk's text goes
-DONE = b"data: [DONE]\n\n"
+StreamEvent = tuple[str, bytes]  # its name, where the interface names its events, and its JSON
 
 
 @dataclass(slots=True)
 class Answer:
-    """What is known so far of one choice."""
+    """The state of one choice: the parts of its answer so far."""
 
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -63,7 +60,9 @@ class Answer:
 
 
 class Renderer:
-    """Renders one job. Chunks are made in order: offsets and counts go on from one to the next."""
+    """Renders one job of completions or chat. Chunks are made in order: each continues the counts of the last."""
+
+    stream_end = b"[DONE]"
 
     def __init__(self, job: Job, names: TokenNames, fingerprint: str) -> None:
         self.job, self.answers = job, [Answer() for _ in job.choices]
@@ -111,48 +110,49 @@ class Renderer:
 
     # ------------------------------------------------------------ streams
 
-    async def opening(self, index: int, piece: Piece) -> bytes:
-        """What comes before a choice's first chunk, of which `piece` is made, and nothing later.
+    async def opening(self, index: int, piece: Piece) -> list[StreamEvent]:
+        """Returns the events before a choice's first chunk, which is made of `piece`; none later.
 
-        The role in chat, the prompt where it is to be echoed.
+        In chat it has the role, with `echo` the prompt.
         """
         if index in self._skeletons:
-            return b""
+            return []
         self._skeletons[index] = self._skeleton(index)
         if self.job.chat:
             delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            return event(dump(self._chunk_of(index, self._prompt_ids(index) | delta)))
+            return [_event(self._chunk_of(index, self._prompt_ids(index) | delta))]
         if not self.job.echo:
-            return b""
+            return []
         await self._read_prompt(index, piece.delta.prompt)
         fields = {"logprobs": self.answers[index].echo_logprobs, "finish_reason": None}
-        return event(await dump_slowly(self._chunk_of(index, {"text": self.job.choices[index].prompt.text} | fields)))
+        echoed = self._chunk_of(index, {"text": self.job.choices[index].prompt.text} | fields)
+        return [("", (await dump_slowly(echoed)).encode())]
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
-        """The event of one piece; b"" where it shows nothing (half a character)."""
+    def chunk(self, index: int, piece: Piece) -> list[StreamEvent]:
+        """Returns the event of one piece; none if it shows nothing (half a character)."""
         piece, answer = self._noted(index, piece), self.answers[index]
         answer.num_tokens += len(piece.delta.sampled)
         if piece.finish_reason is None and self._plain and not (piece.reasoning or piece.calls):
             if not piece.text:
-                return b""
+                return []
             head, tail = self._skeletons[index]
-            return head + json.dumps(piece.text).encode() + tail
+            return [("", head + json.dumps(piece.text).encode() + tail)]
         return self._full_chunk(index, piece)
 
     def _skeleton(self, index: int) -> tuple[bytes, bytes]:
-        whole = event(dump(self._chunk_of(index, self._delta(index, Piece(HOLE)) | self._ending(None))))
+        _, whole = _event(self._chunk_of(index, self._delta(index, Piece(HOLE)) | self._ending(None)))
         head, _, tail = whole.rpartition(dump(HOLE).encode())
         return head, tail
 
-    def _full_chunk(self, index: int, piece: Piece) -> bytes:
+    def _full_chunk(self, index: int, piece: Piece) -> list[StreamEvent]:
         shown = piece.text or piece.calls or piece.finish_reason or (piece.reasoning and self.job.shows_reasoning)
         if not (shown or (piece.delta.sampled and not self._plain)):
-            return b""
+            return []
         fields = self._delta(index, piece) | self._ending(piece)
         fields["logprobs"] = self._logprobs(index, piece.delta.sampled)
         if self.job.token_ids:
             fields["token_ids"] = [each.token for each in piece.delta.sampled]
-        return event(dump(self._chunk_of(index, fields | self._ledger(piece.finish))))
+        return [_event(self._chunk_of(index, fields | self._ledger(piece.finish)))]
 
     def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
         if not self.job.chat:
@@ -165,18 +165,16 @@ class Renderer:
             chunk["usage"] = self.usage() if self.job.usage_everywhere else None
         return chunk
 
-    def broken(self, error: Exception) -> bytes:
-        """The end of every choice that has begun and not ended, and what broke."""
+    def broken(self, error: Exception) -> list[StreamEvent]:
+        """Returns the end of every choice that has begun and not ended, and the error."""
         aborted = Piece(finish_reason="abort")
         open_ones = [i for i in self._skeletons if self.answers[i].last is None]
-        ends = b"".join(self._full_chunk(i, aborted) for i in open_ones)
-        return ends + event(dump(describe(error)[1])) + DONE
+        ends = [each for i in open_ones for each in self._full_chunk(i, aborted)]
+        return [*ends, _event(describe(error)[1])]
 
-    def closing(self) -> bytes:
-        """The counts, where asked for, in a chunk without choices."""
-        if not self.job.include_usage:
-            return DONE
-        return event(dump({**self._head, "choices": [], "usage": self.usage()})) + DONE
+    def closing(self) -> list[StreamEvent]:
+        """Returns the counts, if the client asked for them, in a chunk without choices."""
+        return [_event({**self._head, "choices": [], "usage": self.usage()})] if self.job.include_usage else []
 
     # ------------------------------------------------------------ whole answers
 
@@ -261,6 +259,10 @@ class Renderer:
         return fields
 
 
+def _event(body: dict[str, Any]) -> StreamEvent:
+    return "", dump(body).encode()
+
+
 def _object_of(job: Job) -> str:
     if not job.chat:
         return "text_completion"
@@ -303,23 +305,27 @@ def _joined(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict
     return before
 
 
-# The response that runs a job: all at once or as server-sent events, ended as soon as the client is gone.
+class BestOfRenderer(Renderer):
+    """Renders whole answers with `best_of`: the `job.kept` likeliest of every `job.drawn` that follow each other."""
 
-log = logging.getLogger("jdisagg.http")
+    def __init__(self, job: Job, names: TokenNames, fingerprint: str) -> None:
+        super().__init__(job, names, fingerprint)
+        self._sums = [0.0] * len(job.choices)
 
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+    async def gather(self, index: int, piece: Piece) -> None:
+        self._sums[index] += likelihood(piece.delta.sampled)
+        await super().gather(index, piece)
+
+    def shown(self) -> Sequence[int]:
+        return likeliest(self._sums, self.job.drawn, self.job.kept)
 
 
 class Rendering(Protocol):
-    """How one interface shows a job's answers once they are whole."""
+    """A renderer of one interface, which shows a job's answers once they are whole."""
 
     @property
     def finish(self) -> Finish | None:
-        """Of the first answer, once it has ended."""
+        """The finish of the first answer, once it has ended."""
         ...
 
     async def gather(self, index: int, piece: Piece) -> None: ...
@@ -329,196 +335,62 @@ class Rendering(Protocol):
 
 @runtime_checkable
 class Streaming(Rendering, Protocol):
-    """So, and as a stream of events."""
+    """A renderer that can show a job's answers as a stream of events too."""
 
-    async def opening(self, index: int, piece: Piece) -> bytes: ...
+    stream_end: bytes  # the last data of the stream over HTTP; b"": none
 
-    def chunk(self, index: int, piece: Piece) -> bytes: ...
+    async def opening(self, index: int, piece: Piece) -> list[StreamEvent]: ...
 
-    def closing(self) -> bytes: ...
+    def chunk(self, index: int, piece: Piece) -> list[StreamEvent]: ...
 
-    def broken(self, error: Exception) -> bytes: ...
+    def closing(self) -> list[StreamEvent]: ...
 
-
-class Generation(Response):
-    """Errors before the first byte are raised, for the app's error table; later ones are events of the stream."""
-
-    def __init__(
-        self,
-        job: Job,
-        renderer: Rendering,
-        service: Service,
-        settings: FrontSettings,
-        clients: Clients,
-    ) -> None:
-        super().__init__()
-        self._job, self._renderer, self._service, self._settings = job, renderer, service, settings
-        self._clients, self._client = clients, ""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._client = scope["state"]["client"]
-        work = asyncio.create_task(self._streamed(send) if self._job.stream else self._whole(send))
-        gone = asyncio.create_task(_until_gone(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-        finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-
-    def _batches(self) -> AsyncGenerator[Batch]:
-        job, settings = self._job, self._settings
-        requests = [each.request for each in job.choices]
-        batches = answers(self._service, requests, job.options, settings.choices_at_once, settings.queue_timeout_s)
-        if job.reads is not None:
-            batches = told(batches, job.reads)
-        return self._clients.metered(self._client, job.prompt_tokens, requests, batches)
-
-    def _left(self) -> list[tuple[bytes, bytes]]:
-        """Headers: what the client may yet ask for."""
-        left = allowance_headers(self._clients.allowances(self._client))
-        return [(name.encode(), value.encode()) for name, value in left.items()]
-
-    async def _whole(self, send: Send) -> None:
-        renderer = self._renderer
-        async with aclosing(self._batches()) as batches:
-            async for batch in batches:
-                for index, piece in batch:
-                    await renderer.gather(index, piece)
-                _raise_if_failed(batch)
-        self.body = (await dump_slowly(renderer.whole())).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self.body)).encode())]
-        headers += _instances(renderer.finish) + self._left()
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": self.body})
-
-    async def _streamed(self, send: Send) -> None:
-        renderer, started, failure = self._renderer, False, None
-        assert isinstance(renderer, Streaming), "what is streamed has events"
-        try:
-            async with aclosing(self._batches()) as batches:
-                async for batch in batches:
-                    if not started:
-                        _raise_if_failed(batch)
-                        headers = STREAM_HEADERS + self._left()
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
-                        started = True
-                    body = b"".join([await renderer.opening(*each) + renderer.chunk(*each) for each in batch])
-                    failure = failure or _failure_in(batch)
-                    if body:
-                        await send({"type": "http.response.body", "body": body, "more_body": True})
-        except Exception as error:
-            if not started:
-                raise
-            if not isinstance(error, JdisaggError):
-                log.exception("an answer broke off after its first byte")
-            failure = error
-        if failure is None:
-            await send({"type": "http.response.body", "body": renderer.closing()})
-        else:  # what failed is an event alone for clients of HTTP, and a status too for those within (`serve/grpc`)
-            await send({"type": "http.response.body", "body": renderer.broken(failure), "failed": describe(failure)})
+    def broken(self, error: Exception) -> list[StreamEvent]: ...
 
 
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
+RendererOf = Callable[[Job, TokenNames, str], Rendering]
 
 
-def _failure_in(batch: Batch) -> AnswerFailed | None:
+def batches_of(
+    job: Job, service: Service, settings: FrontSettings, clients: Clients, client: str
+) -> AsyncGenerator[Batch]:
+    """Runs a job for a client, to whom it is charged. Raises RateLimited before the first batch."""
+    requests = [each.request for each in job.choices]
+    batches = answers(service, requests, job.options, settings.choices_at_once, settings.queue_timeout_s)
+    if job.reads is not None:
+        batches = told(batches, job.reads)
+    return clients.metered(client, job.prompt_tokens, requests, batches)
+
+
+async def gather_batch(renderer: Rendering, batch: Batch) -> None:
+    """Gives a batch to a renderer of whole answers. Raises AnswerFailed for an answer that failed."""
+    for index, piece in batch:
+        await renderer.gather(index, piece)
+    raise_if_failed(batch)
+
+
+async def events_of(renderer: Streaming, batch: Batch) -> list[StreamEvent]:
+    """Returns the events of a batch, openings first."""
+    found: list[StreamEvent] = []
+    for index, piece in batch:
+        found += await renderer.opening(index, piece)
+        found += renderer.chunk(index, piece)
+    return found
+
+
+def failure_in(batch: Batch) -> AnswerFailed | None:
     return next((failure for _, piece in batch if (failure := failure_of(piece)) is not None), None)
 
 
-def _raise_if_failed(batch: Batch) -> None:
-    failure = _failure_in(batch)
+def raise_if_failed(batch: Batch) -> None:
+    failure = failure_in(batch)
     if failure is not None:
         raise failure
 
 
-def _instances(finish: Finish | None) -> list[tuple[bytes, bytes]]:
-    """Which workers made the (first) answer."""
+def instance_headers(finish: Finish | None) -> dict[str, str]:
+    """Returns the headers that name the workers of the first answer."""
     if finish is None:
-        return []
-    named = (("x-prefill-instance-id", finish.prefill_worker), ("x-decode-instance-id", finish.decode_worker))
-    return [(name.encode(), worker.encode()) for name, worker in named if worker is not None]
-
-
-# The HTTP app called from within its own process: what asks so has all that HTTP has, without a socket.
-
-AHEAD = 64  # messages that the app may be ahead of who reads them
-Header = tuple[bytes, bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class HttpResponse:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
-async def messages(
-    app: ASGIApp, path: str, body: bytes, headers: Iterable[Header] = (), client: str = "inside"
-) -> AsyncGenerator[Message]:
-    """What the app sends for a POST; closing the generator is its client leaving."""
-    sent, room, gone = asyncio.Queue[Message | None](), asyncio.Semaphore(AHEAD), asyncio.Event()
-    unread = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if unread:
-            return unread.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        await room.acquire()
-        sent.put_nowait(message)
-
-    async def run() -> None:
-        try:
-            await app(_scope(path, body, headers, client), receive, send)
-        except Exception:  # after its 500 was sent, as a server logs it
-            log.exception("POST %s", path)
-        finally:
-            sent.put_nowait(None)
-
-    work = asyncio.create_task(run())
-    try:
-        while (message := await sent.get()) is not None:
-            yield message
-            room.release()
-    finally:
-        gone.set()
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-
-
-def _scope(path: str, body: bytes, headers: Iterable[Header], client: str) -> Message:
-    given = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": given,
-        "client": (client, 0),
-        "server": ("inside", 0),
-    }
-
-
-async def answered(app: ASGIApp, path: str, body: bytes, headers: Iterable[Header] = ()) -> HttpResponse:
-    """The whole answer to a POST."""
-    status, told, parts = 500, dict[str, str](), list[bytes]()
-    async with aclosing(messages(app, path, body, headers)) as sent:
-        async for message in sent:
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                told = {name.decode(): value.decode() for name, value in message.get("headers", ())}
-            else:
-                parts.append(message.get("body", b""))
-    return HttpResponse(status, told, b"".join(parts))
+        return {}
+    named = {"x-prefill-instance-id": finish.prefill_worker, "x-decode-instance-id": finish.decode_worker}
+    return {name: worker for name, worker in named.items() if worker is not None}

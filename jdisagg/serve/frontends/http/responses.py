@@ -16,8 +16,9 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.events import Finish
 from jdisagg.serve.frontends.http.chat import chat_ids
 from jdisagg.serve.frontends.http.errors import describe, documented
-from jdisagg.serve.frontends.http.front import Front, request_name
+from jdisagg.serve.frontends.http.front import Front
 from jdisagg.serve.frontends.http.jobs import Job, chat_job, check_model
+from jdisagg.serve.frontends.http.rendering import RendererOf, StreamEvent
 from jdisagg.serve.frontends.http.schema import (
     INT32,
     MAX_MESSAGES,
@@ -178,7 +179,9 @@ def _copy(part: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponseRenderer:
-    """Implements `Rendering`, of one choice."""
+    """A renderer of one choice as a response."""
+
+    stream_end = b""
 
     def __init__(self, body: ResponsesBody, job: Job, names: TokenNames, fingerprint: str) -> None:
         self.job, self.finish = job, None
@@ -205,32 +208,32 @@ class ResponseRenderer:
     async def gather(self, index: int, piece: Piece) -> None:
         self._take(piece)
 
-    async def opening(self, index: int, piece: Piece) -> bytes:
+    async def opening(self, index: int, piece: Piece) -> list[StreamEvent]:
         if self._number:
-            return b""
+            return []
         begun = self._response("in_progress")
         kinds = ("response.created", "response.in_progress")
-        return b"".join(self._event({"type": kind, "response": begun}) for kind in kinds)
+        return [self._event({"type": kind, "response": begun}) for kind in kinds]
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
-        return b"".join(map(self._event, self._take(piece)))
+    def chunk(self, index: int, piece: Piece) -> list[StreamEvent]:
+        return [*map(self._event, self._take(piece))]
 
-    def closing(self) -> bytes:
+    def closing(self) -> list[StreamEvent]:
         status = self._status()
-        return self._event({"type": f"response.{status}", "response": self._response(status)})
+        return [self._event({"type": f"response.{status}", "response": self._response(status)})]
 
-    def broken(self, error: Exception) -> bytes:
+    def broken(self, error: Exception) -> list[StreamEvent]:
         """A `response.failed`, of what had come."""
         ends = self._output.end("incomplete")
         told = describe(error)[1]["error"]
         code = told["code"] if told["type"] == "invalid_request_error" else "server_error"
         failed = {**self._response("failed"), "error": {"code": code, "message": told["message"]}}
-        return b"".join(map(self._event, [*ends, {"type": "response.failed", "response": failed}]))
+        return [*map(self._event, [*ends, {"type": "response.failed", "response": failed}])]
 
-    def _event(self, event: Event) -> bytes:
+    def _event(self, event: Event) -> StreamEvent:
         numbered = {**event, "sequence_number": self._number}
         self._number += 1
-        return f"event: {event['type']}\ndata: {dump(numbered)}\n\n".encode()
+        return event["type"], dump(numbered).encode()
 
     # ------------------------------------------------------------ the whole
 
@@ -410,15 +413,18 @@ COUNTS = documented(400, 401, 404, 408, 413)
 ANSWERS = documented(400, 401, 404, 408, 413, 429, 503)
 
 
+async def prepare_response(front: Front, body: ResponsesBody, name: str) -> tuple[Job, RendererOf]:
+    job = await chat_job(chat_body_of(body), front.service, front.settings, name, "resp_")
+    return job, partial(ResponseRenderer, body)
+
+
 def add_responses(app: FastAPI, front: Front) -> None:
     service, settings = front.service, front.settings
 
     @app.post("/v1/responses", openapi_extra=takes(ResponsesBody), responses=ANSWERS)
     async def responses(request: Request) -> Response:
         """Items in, items out, as OpenAI has them. Nothing is kept: a conversation goes on by its items in `input`."""
-        body = await front.body(request, ResponsesBody)
-        job = await chat_job(chat_body_of(body), service, settings, request_name(request, body.request_id), "resp_")
-        return front.respond(job, request, partial(ResponseRenderer, body))
+        return await front.answer(request, ResponsesBody, prepare_response)
 
     @app.post("/v1/responses/input_tokens", openapi_extra=takes(ResponsesBody), responses=COUNTS)
     async def input_tokens(request: Request) -> dict[str, Any]:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from jdisagg.core.errors import RequestError
-from jdisagg.core.request import LONGEST_OBJECTIVE_S, MAX_LOGIT_BIAS, MAX_PRIORITY
+from jdisagg.core.request import (
+    LONGEST_OBJECTIVE_S,
+    MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
+    PARAMETERS,
+    ParameterRoute,
+    ParameterSpec,
+)
 
 # How large a JSON body may be in the number of its values, found by counting bytes before any value is made.
 #
@@ -196,46 +203,61 @@ class FormFields(BaseModel):
     ebnf: str | None = None
 
 
-class DrawingFields(BaseModel):
-    """How tokens are drawn, and when: what every way to ask for an answer has. Ranges of sampling numbers are those of
-    `SamplingParams.check`."""
+# The sampling parameters of HTTP bodies, made from the table in `core/request.py`. Ranges of numbers are checked with
+# the request, so that every interface refuses them in the same words.
+
+SPELLINGS: Mapping[str, Any] = {  # types that JSON has and the table does not
+    "logit_bias": Biases,
+    "seed": Annotated[int, Field(ge=-(2**63), lt=2**63)],
+    "stop": str | Texts,
+    "stop_token_ids": Annotated[list[TokenId], Field(fail_fast=True)],
+}
+
+
+def _field_of(name: str, spec: ParameterSpec) -> tuple[Any, Any]:
+    """Returns the type and the default of a body's field; None is the default of each that may be left out."""
+    if spec.kind is bool and not spec.is_optional:
+        return bool, spec.default
+    count: Any = Annotated[int, Field(ge=spec.body_low, le=spec.body_high)]
+    kind: Any = SPELLINGS.get(name, count if spec.kind is int else spec.kind)
+    return kind | None, None
+
+
+def _fields_of(route: ParameterRoute) -> dict[str, Any]:
+    return {name: _field_of(name, spec) for name, spec in PARAMETERS.items() if spec.route is route}
+
+
+class ModelFields(BaseModel):
+    """The model that a body asks for."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    min_tokens: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Count | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Biases | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Texts | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    speculative: bool | None = None  # false: one token a step, where the server guesses several
+
+
+SamplingFields = create_model("SamplingFields", __base__=ModelFields, **_fields_of(ParameterRoute.EVERY_BODY))
+
+
+class DrawingFields(SamplingFields):
+    """The sampling parameters and the scheduling of a request: fields of every body that asks for an answer."""
+
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    ttft_s: Objective | None = None  # asked for: seconds to the first token
-    tpot_s: Objective | None = None  # so, the mean gap between tokens
+    ttft_s: Objective | None = None  # the objective: seconds to the first token
+    tpot_s: Objective | None = None  # the objective: mean seconds between tokens
     request_id: str | None = None
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     user: str | None = None
 
 
-class GenerationFields(FormFields, DrawingFields, BaseModel):
-    """What completions and chat share."""
+LengthFields = create_model("LengthFields", __base__=DrawingFields, **_fields_of(ParameterRoute.GENERATION))
 
-    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+
+class GenerationFields(FormFields, LengthFields):
+    """The fields that completions and chat share."""
+
     truncate_prompt_tokens: Count | None = None  # its last tokens that are kept; -1: as many as the model takes
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Count | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -243,12 +265,28 @@ class GenerationFields(FormFields, DrawingFields, BaseModel):
     ledger: bool = False
 
 
-class CompletionBody(GenerationFields):
-    """`POST /v1/completions`."""
+ScoredFields = create_model("ScoredFields", __base__=GenerationFields, **_fields_of(ParameterRoute.COMPLETIONS))
+
+
+class CompletionBody(ScoredFields):
+    """`POST /v1/completions`: the body of the request."""
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    logprobs: Count | None = None
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None  # drawn, of which the n likeliest are told
+
+
+class PoolingFields(BaseModel):
+    """The fields of every body that asks for pooled states of texts."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    pooling: Literal["last", "mean"] | None = None  # null: as --embeddings says
+    truncate_prompt_tokens: Count | None = None
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    request_id: str | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+    user: str | None = None
 
 
 class ChatMessage(BaseModel):
