@@ -36,7 +36,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker.worker import Worker
-from jdisagg.profiling.profiler import Profiler, describe_machine
+from jdisagg.profiling.profiler import ProfileRunner, describe_machine
 from jdisagg.serve.deploy.assemble import load_executors, router_config, warm
 from jdisagg.serve.deploy.deployment import mesh_of, resolve_deployment
 from jdisagg.serve.driver.local_service import LocalService
@@ -128,7 +128,7 @@ class Stack:
         with self.bar:
             self.machines = load_executors(self.deployment, settings, found)
             warm(self.machines, self.on_progress)
-        self.profiler = Profiler(self.deployment, settings, self.machines)
+        self.profiler = ProfileRunner(self.deployment, settings, self.machines)
         self.tokenizer = Tokenizer(self.deployment.model_folder)
 
     def time(self, rounds: int) -> Profile:

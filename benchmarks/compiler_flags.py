@@ -29,7 +29,7 @@ from benchmarks import entry
 from benchmarks.machine import described
 from benchmarks.shallow import shallow
 from jdisagg.commands import aot
-from jdisagg.commands.aot_report import StepTimes
+from jdisagg.commands.aot_report import CompiledTimes
 from jdisagg.core.hardware import Target, Work
 from jdisagg.core.request import WorkerId
 from jdisagg.core.schedule import End, Start, Turns
@@ -39,7 +39,7 @@ from jdisagg.engine.compile_check import check
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.model import network, norms
 from jdisagg.parallel import compiler_flags
-from jdisagg.parallel.compiler_flags import COMPILER_FLAGS, CompilerFlag
+from jdisagg.parallel.compiler_flags import COMPILER_FLAGS, CompilerOption
 from jdisagg.parallel.topology import ENVIRONMENT, devices_of
 from jdisagg.serve.deploy.deployment import resolve_deployment
 
@@ -68,7 +68,7 @@ class Told:
     compile_s: float
 
 
-def tried(target: Target) -> Iterator[tuple[str, tuple[CompilerFlag, ...], int]]:
+def tried(target: Target) -> Iterator[tuple[str, tuple[CompilerOption, ...], int]]:
     """(what is left out, the flags that are left, fewest rows of a half)."""
     kind = devices_of(target)[0].device_kind
     concerned = tuple(each for each in COMPILER_FLAGS if each.concerns(kind))
@@ -78,7 +78,7 @@ def tried(target: Target) -> Iterator[tuple[str, tuple[CompilerFlag, ...], int]]
     yield ALL, (), UNCUT
 
 
-def steps(folder: Path, target: Target) -> tuple[StepTimes, list[tuple[WorkerId, DeclaredProgram]]]:
+def steps(folder: Path, target: Target) -> tuple[CompiledTimes, list[tuple[WorkerId, DeclaredProgram]]]:
     """The largest prefill and decode step of a worker of eight devices."""
     settings = Settings(
         model=str(folder),
@@ -94,7 +94,7 @@ def steps(folder: Path, target: Target) -> tuple[StepTimes, list[tuple[WorkerId,
     largest = [
         max((each for each in made.steps() if each.kind == kind), key=lambda each: each.size) for kind in FLAGS.kinds
     ]
-    return StepTimes(deployment, target, CONTEXT), [(made.config.worker, each) for each in largest]
+    return CompiledTimes(deployment, target, CONTEXT), [(made.config.worker, each) for each in largest]
 
 
 def of_layers(event: Work | Start | End | Turns) -> bool:

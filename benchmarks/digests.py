@@ -28,7 +28,7 @@ from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.worker_config import Digests
 from jdisagg.kv.pools import StagePages
 from jdisagg.kv.shipping import TransferPrograms, check_landed, insert_landed, ship_pages
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 
 TARGET = 0.15
 SHAPES = {
@@ -58,7 +58,9 @@ class Cost:
 class Way:
     """From pages on one device to pages on another."""
 
-    def __init__(self, layout: KVLayout, pages: int, source: Submesh, destination: Submesh, digests: Digests) -> None:
+    def __init__(
+        self, layout: KVLayout, pages: int, source: StageMesh, destination: StageMesh, digests: Digests
+    ) -> None:
         self.pages = list(range(1, pages + 1))
         self.source, self.destination = (
             [StagePages(layout, range(layout.num_layers), 2 * pages, submesh)] for submesh in (source, destination)
@@ -75,7 +77,7 @@ class Way:
         return time.perf_counter() - began, time.process_time() - cpu
 
 
-def cost_of(shape: str, rounds: int, source: Submesh, destination: Submesh) -> Cost:
+def cost_of(shape: str, rounds: int, source: StageMesh, destination: StageMesh) -> Cost:
     layout, pages = SHAPES[shape]
     bare, full = (Way(layout, pages, source, destination, each) for each in (Digests.OFF, Digests.FULL))
     pairs = [(bare.ship(), full.ship()) for _ in range(rounds + 2)][2:]  # the first two compile, and touch memory anew
@@ -105,7 +107,7 @@ def table(costs: list[Cost]) -> Table:
 def main() -> int:
     report = described()
     first, second = devices.prepare("cpu", 2)[:2]
-    costs = [cost_of(shape, FLAGS.rounds, Submesh((first,)), Submesh((second,))) for shape in SHAPES]
+    costs = [cost_of(shape, FLAGS.rounds, StageMesh((first,)), StageMesh((second,))) for shape in SHAPES]
     Console(width=140).print(table(costs))
     if FLAGS.output:
         report |= {"rounds": FLAGS.rounds, "target": TARGET, "costs": [asdict(each) for each in costs]}

@@ -27,7 +27,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.failing import Failures, failing
+from jdisagg.sim.failing import LossSchedule, failing
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.traces import Trace
@@ -72,7 +72,7 @@ def good(outcome: Outcome) -> int:
 
 
 def losing(given: ClusterSpec, trace: Trace, losses: Sequence[tuple[float, WorkerId]], way: str) -> Outcome:
-    cluster = failing(given, Failures(losses, *WAYS[way]))
+    cluster = failing(given, LossSchedule(losses, *WAYS[way]))
     outcome = cluster.run(trace)
     cluster.check_all_ended()
     assert len(outcome.served) == len(outcome.records), "a failure loses no request"

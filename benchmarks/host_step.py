@@ -42,7 +42,13 @@ from jdisagg.core.events import ROUTER, StepDone
 from jdisagg.engine.decode import PendingRows
 from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.multi_step import Drawn, MultiStepPrograms, PendingMultiStep, PendingPipelinedMultiStep, Slots
+from jdisagg.engine.multi_step import (
+    DispatchResult,
+    DispatchSlots,
+    MultiStepPrograms,
+    PendingMultiStep,
+    PendingPipelinedMultiStep,
+)
 from jdisagg.model import looped_params
 from jdisagg.parallel.submesh import Program
 from jdisagg.policy.worker.decode import DecodePhase
@@ -158,9 +164,9 @@ def null_programs() -> Iterator[None]:
             return pools, both
         return pools, _made(self, state.shape[1]), _made(self, rest[0].shape[1] - 1), both[state.shape[1] :]
 
-    def turns(self: Any, kind: str, leaves: Any, pools: Any, slots: Slots) -> tuple[Any, ...]:
+    def turns(self: Any, kind: str, leaves: Any, pools: Any, slots: DispatchSlots) -> tuple[Any, ...]:
         drawn = jnp.arange(self.most)[:, None] < jnp.minimum(slots.left, slots.turns)[None, :]
-        return pools, Drawn(drawn.astype(jnp.int32) - 1, None, None, slots.state)
+        return pools, DispatchResult(drawn.astype(jnp.int32) - 1, None, None, slots.state)
 
     def draw(logits: Array, state: Array, metadata: Any) -> tuple[Array, Array]:
         return state, jnp.zeros(state.shape[1], jnp.int32)

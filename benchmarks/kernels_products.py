@@ -13,7 +13,7 @@ from jax import Array
 from benchmarks.kernels_cases import Case
 from benchmarks.kernels_floors import Contest, Sizes, chained, copy_floor, layers_for, matmul_floor, random_block
 from benchmarks.kernels_timing import Contestant
-from jdisagg.model.products import MatrixForm, layout_of, product, quantized
+from jdisagg.model.products import MatrixFormat, layout_of, product, quantized
 from pallas_kernels import grouped_product
 from pallas_kernels.grouped_product import xla
 
@@ -24,7 +24,7 @@ EXPERTS = 8  # that each token asks: rows are dealt to that many at a time
 
 def product_contest(case: Case, sizes: Sizes, platform: str) -> Contest:
     inputs, outputs = case.matrix
-    form = MatrixForm(layout_of(platform), case.weights if case.weights in SCALED else sizes_name(sizes))
+    form = MatrixFormat(layout_of(platform), case.weights if case.weights in SCALED else sizes_name(sizes))
     number_bytes = 1 if form.is_scaled else jnp.dtype(sizes.dtype).itemsize
     seeds = range(layers_for(inputs * outputs * number_bytes))
     layers = [stored_matrix(case, sizes, form, seed) for seed in seeds]
@@ -39,7 +39,7 @@ def sizes_name(sizes: Sizes) -> str:
     return jnp.dtype(sizes.dtype).name
 
 
-def stored_matrix(case: Case, sizes: Sizes, form: MatrixForm, seed: int) -> tuple[Array, Array | None]:
+def stored_matrix(case: Case, sizes: Sizes, form: MatrixFormat, seed: int) -> tuple[Array, Array | None]:
     """As a loaded model has it: numbers, and a scale of each output."""
     inputs, outputs = case.matrix
     matrix = random_block((outputs, inputs), jnp.float32, seed) * inputs**-0.5

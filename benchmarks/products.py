@@ -32,9 +32,9 @@ from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.kv.pools import StagePages
 from jdisagg.model.checkpoint import open_source, read_model
 from jdisagg.model.params import StageSpec, load_stage
-from jdisagg.model.sources import RandomSource, Source
+from jdisagg.model.sources import RandomSource, TensorSource
 from jdisagg.named_models import located
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 
 FLAGS = flags.FlagValues()
 MODEL = flags.DEFINE_string("model", "smollm2", f"as of jdisagg.launch, or {', '.join(SHAPES)}", flag_values=FLAGS)
@@ -65,7 +65,7 @@ class Row:
     of_float32: float  # its time over that of f32 in the same turn, the median
 
 
-def source_of(model: str, console: Console) -> tuple[ModelConfig, Source]:
+def source_of(model: str, console: Console) -> tuple[ModelConfig, TensorSource]:
     if model in SHAPES:
         return SHAPES[model], RandomSource(SHAPES[model], 1234)
     place = located(Settings(model=model), console).model
@@ -82,8 +82,8 @@ def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
 class Steps:
     """The programs over one form's weights."""
 
-    def __init__(self, config: ModelConfig, source: Source, dtype: str, out_first: bool | None) -> None:
-        layers, self.submesh = range(config.num_layers), Submesh(jax.devices()[:1])
+    def __init__(self, config: ModelConfig, source: TensorSource, dtype: str, out_first: bool | None) -> None:
+        layers, self.submesh = range(config.num_layers), StageMesh(jax.devices()[:1])
         params = load_stage(
             source, StageSpec(config, layers, self.submesh.mesh, jnp.float32, WeightFormat(dtype), out_first)
         )

@@ -32,7 +32,7 @@ from referencing.exceptions import Unresolvable
 from benchmarks import entry
 from benchmarks.machine import described
 from jdisagg.core.errors import RequestError
-from jdisagg.model.grammars.grammars import GrammarCompiler, Whitespace, open_grammars
+from jdisagg.model.grammars.grammars import GrammarBuilder, WhitespaceFormat, open_grammars
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL
 from jdisagg.serve.frontends.structured import SCHEMA, Form, grammar_of
@@ -128,7 +128,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.tokenizer = Tokenizer(EMBEDDED_MODEL)
-        self.grammars: GrammarCompiler = open_grammars(EMBEDDED_MODEL, self.tokenizer.vocab_size)
+        self.grammars: GrammarBuilder = open_grammars(EMBEDDED_MODEL, self.tokenizer.vocab_size)
         self.ends = set(self.tokenizer.eos_ids)
         tokens = (self.tokenizer.encode(text, False) for text in CLOSERS)
         self.closers = [each[0] for each in tokens if len(each) == 1]
@@ -137,7 +137,7 @@ class Reader:
         count.schemas += 1
         began_s = time.perf_counter()
         try:
-            grammar = grammar_of(Form(SCHEMA, case.schema, "schema", Whitespace("")), self.grammars)
+            grammar = grammar_of(Form(SCHEMA, case.schema, "schema", WhitespaceFormat("")), self.grammars)
         except RequestError as error:
             count.refused[kind_of(str(error))] += 1
             return

@@ -28,7 +28,7 @@ import redis
 import jdisagg
 from benchmarks import machine
 from jdisagg.kv.tiers.pool.open import open_pool
-from jdisagg.kv.tiers.stores import DiskStore, DramStore, Store
+from jdisagg.kv.tiers.stores import DiskStore, DramStore, PageStore
 from tests.kv.tiers.valkey import Valkey
 
 AIMS = {"dram": 0.6, "disk": 0.6, "redis": 0.7}  # of the bare counterpart's GB/s
@@ -80,10 +80,10 @@ class Load:
     def names(self, round_number: int) -> list[bytes]:
         return [round_number.to_bytes(8, "little") + page.to_bytes(8, "little") for page in self.pages]
 
-    def put(self, store: Store) -> Act:
+    def put(self, store: PageStore) -> Act:
         return lambda n: _whole(store.put(self.pages, self.names(n), self.records))
 
-    def get(self, store: Store) -> Act:
+    def get(self, store: PageStore) -> Act:
         return lambda n: _whole(store.get(self.pages, self.names(n), self.read))
 
     def check(self) -> None:

@@ -33,7 +33,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.engine.mesh_executor import MeshExecutor, MeshShipment
-from jdisagg.kv.transport.config import Link
+from jdisagg.kv.transport.config import EmulatedLink
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker.worker import Worker
@@ -52,7 +52,7 @@ class SlowShipment:
     """A shipment that also has to cross the link; the bytes go on the wire when they are packed."""
 
     shipment: MeshShipment
-    link: Link
+    link: EmulatedLink
     sent_s: list[float]
 
     @property
@@ -76,7 +76,7 @@ class SlowShipment:
 class LinkedMachine:
     """A machine behind a link: everything else is the machine's own."""
 
-    def __init__(self, inner: MeshExecutor, link: Link) -> None:
+    def __init__(self, inner: MeshExecutor, link: EmulatedLink) -> None:
         self.inner, self.link = inner, link
 
     def __getattr__(self, name: str) -> Any:
@@ -131,7 +131,7 @@ class Stack:
     def chunk_tokens(self) -> int:
         return self.deployment.workers[0].prefill_buckets[-1]
 
-    def service(self, mode: TransferMode, link: Link) -> LocalService:
+    def service(self, mode: TransferMode, link: EmulatedLink) -> LocalService:
         configs = {config.worker: replace(config, transfer=mode) for config in self.deployment.workers}
         machines: dict[WorkerId, Any] = {name: LinkedMachine(each, link) for name, each in self.machines.items()}
         workers = {name: Worker(config) for name, config in configs.items()}
@@ -143,7 +143,7 @@ class Stack:
 
     def measure(self, mode: TransferMode, gbit_per_s: float, chunks: Sequence[int]) -> list[Cell]:
         """One request of each length, one after the other, after some that are not counted: `auto` learns from them."""
-        service = self.service(mode, Link(gbit_per_s))
+        service = self.service(mode, EmulatedLink(gbit_per_s))
         service.start()
         try:
             return asyncio.run(self._ask_all(service, mode, gbit_per_s, chunks))

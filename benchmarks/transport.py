@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks import machine
 from benchmarks.shaped import Unshapable, shaped_link
 from jdisagg.kv.transport.choose import available, open_transport
-from jdisagg.kv.transport.config import Identity, Link, TransportConfig
+from jdisagg.kv.transport.config import EmulatedLink, Identity, TransportConfig
 from jdisagg.kv.transport.ticket import Ticket, TransferId, Transport, read_ticket
 
 SECRET, IDENTITY = b"a secret of this benchmark alone", Identity("benchmark", "benchmark", "float32")
@@ -201,7 +201,7 @@ def measure_links(
     rows = []
     for name in names:
         for speed in LINKS_GBIT_PER_S:
-            transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=Link(speed)))
+            transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=EmulatedLink(speed)))
             rows.append(link_row(transport, source, BUCKET, speed, own_ms[name, load_of(speed)], rounds))
             transport.close()
     return rows

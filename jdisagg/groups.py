@@ -17,7 +17,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from jdisagg import command, devices, terminal
-from jdisagg.cluster.membership import GroupPlace
+from jdisagg.cluster.membership import GroupRank
 from jdisagg.core.errors import ConfigError, JdisaggError
 from jdisagg.core.settings import Settings
 from jdisagg.serve.cluster.group.assembly import GroupUnfilled
@@ -30,7 +30,7 @@ FAILED = 1
 RunWorkers = Callable[[WorkerProcess, Settings, Console, "queue.SimpleQueue[str]"], int]
 
 
-def run_group(settings: Settings, console: Console, place: GroupPlace, run_workers: RunWorkers) -> int:
+def run_group(settings: Settings, console: Console, place: GroupRank, run_workers: RunWorkers) -> int:
     """Runs this process's part of the group; `run_workers` is that of `jdisagg launch`. Raises ConfigError."""
     settings, each = for_several(settings), devices_each(settings, place)
     devices.configure(settings.platform, each, settings.compile_cache_dir)
@@ -68,7 +68,7 @@ def check_whole(settings: Settings, deployment: Deployment) -> None:
         )
 
 
-def _lead(settings: Settings, console: Console, place: GroupPlace, run_workers: RunWorkers) -> int:
+def _lead(settings: Settings, console: Console, place: GroupRank, run_workers: RunWorkers) -> int:
     start = LeaderStart(settings, place, end)
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     try:
@@ -94,7 +94,7 @@ def _lead(settings: Settings, console: Console, place: GroupPlace, run_workers: 
     leave(code)
 
 
-def _follow(settings: Settings, console: Console, place: GroupPlace) -> int:
+def _follow(settings: Settings, console: Console, place: GroupRank) -> int:
     start = MemberStart(settings, place, end)
     try:
         start.form_world()

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jdisagg import command, devices, flags, saved_programs, terminal
-from jdisagg.cluster.membership import POD_PORT, GroupPlace, resolve
+from jdisagg.cluster.membership import POD_PORT, GroupRank, resolve
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.core.settings import Settings
@@ -86,7 +86,7 @@ def preview(settings: Settings, target: str) -> int:
     deployment = resolve_deployment(settings, platform, memory_bytes, chip=chip)
     has_weights = bool(weight_files(deployment.model_folder))  # a config.json alone is enough
     terminal.show(console, deployment, platform, settings.load_format if has_weights else "random", is_identified=False)
-    group = GroupPlace(settings.group, 0, settings.group_size, settings.coordinator or f"LEADER:{POD_PORT}")
+    group = GroupRank(settings.group, 0, settings.group_size, settings.coordinator or f"LEADER:{POD_PORT}")
     place = group if settings.group_size > 1 else resolve(settings, os.environ)
     for line in DryRun(deployment, settings, platform, place).lines():
         console.print(line, highlight=False, markup=False)

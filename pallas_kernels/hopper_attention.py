@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import BOX, ROWS, Chip, per_row, per_token, places, plgpu
 from pallas_kernels.quantized import QuantizedPages
-from pallas_kernels.triton_attention import LOG2_E, NEVER, Rule
+from pallas_kernels.triton_attention import LOG2_E, NEVER, AttentionParams
 from pallas_kernels.wire_format import bits_of, decode_e4m3
 
 HALVES = 2  # halves of V, one per multiplying warpgroup
@@ -23,25 +23,25 @@ REGISTERS, FEW_REGISTERS = 232, 40  # per thread: of multiplying and of loading 
 STAGES = 2  # tiles in flight
 
 
-class Held(NamedTuple):
+class PoolTensors(NamedTuple):
     """The HBM references of a pool."""
 
     numbers: Any  # [P * Hkv * 2 * page_size, D], codes as integers with a sign
     scales: Any  # f32 [P, Hkv, 2 * page_size], None for float pages
 
     @staticmethod
-    def of(kv_pages: Array | QuantizedPages) -> "Held":
+    def of(kv_pages: Array | QuantizedPages) -> "PoolTensors":
         if not isinstance(kv_pages, QuantizedPages):
-            return Held(kv_pages.reshape(-1, kv_pages.shape[-1]), None)
+            return PoolTensors(kv_pages.reshape(-1, kv_pages.shape[-1]), None)
         codes = lax.bitcast_convert_type(bits_of(kv_pages.values), jnp.int8)
-        return Held(codes.reshape(-1, codes.shape[-1]), kv_pages.scales)
+        return PoolTensors(codes.reshape(-1, codes.shape[-1]), kv_pages.scales)
 
     @property
     def refs(self) -> list[Any]:
         return [each for each in self if each is not None]
 
 
-class Room(NamedTuple):
+class TileRing(NamedTuple):
     """A ring of tiles of K, of V, or of latents in shared memory, with its barriers. The last three fields are for
     codes only."""
 
@@ -84,15 +84,15 @@ def scratch_of_rooms(stages: int, tile: int, page_size: int, size: int, *, reade
     ] * 2
 
 
-def rooms_of(refs: Sequence[Any]) -> tuple[Room, Room]:
+def rooms_of(refs: Sequence[Any]) -> tuple[TileRing, TileRing]:
     half = len(refs) // 2
-    return Room(*refs[:half]), Room(*refs[half:])
+    return TileRing(*refs[:half]), TileRing(*refs[half:])
 
 
 class Pages(NamedTuple):
     """The pages of one sequence and one head: K and V, or latents."""
 
-    pool: Held
+    pool: PoolTensors
     table: Any
     sequence: Array
     head: Array
@@ -122,7 +122,7 @@ def bring(
     pages: Pages,
     steps: Array,
     tile_at: Callable[[Array], Array],
-    rooms: Sequence[Room],
+    rooms: Sequence[TileRing],
     chip: type[Chip],
     *,
     e4m3: bool,
@@ -164,7 +164,7 @@ def bring(
     pl.loop(jnp.maximum(steps - stages, 0), steps)(freed)
 
 
-def mix_half(queries, room: Room, rows, mine, rule: Rule, chip: type[Chip]):
+def mix_half(queries, room: TileRing, rows, mine, rule: AttentionParams, chip: type[Chip]):
     """Returns the greatest logit and the total of the rows after all tiles, and this warpgroup's half of their
     mixture."""
     (walk, told), (warpgroup, half) = rows, mine

@@ -1,6 +1,6 @@
 """Shared code of the kernels for Hopper GPUs (Pallas Mosaic GPU): tiles that a wgmma reads, and its products.
 
-The interpreter of jax 0.10 supports neither register layouts nor transposed operands: `Interpreted` replaces them
+The interpreter of jax 0.10 supports neither register layouts nor transposed operands: `InterpretedChip` replaces them
 there.
 """
 
@@ -168,7 +168,7 @@ class Chip:
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-class Interpreted(Chip):
+class InterpretedChip(Chip):
     """The products of `Chip` for the interpreter."""
 
     @staticmethod
@@ -211,7 +211,7 @@ class Interpreted(Chip):
 
 
 def chip_of(interpret: Any) -> type[Chip]:
-    return Interpreted if interpret else Chip
+    return InterpretedChip if interpret else Chip
 
 
 def places(chip: type[Chip], shape: tuple[int, ...], axis: int) -> Array:

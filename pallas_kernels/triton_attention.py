@@ -25,7 +25,7 @@ MAX_OFFSET = 1 << 31
 WIDE_BYTES = 1 << 32  # larger arrays have 64-bit offsets
 
 
-class Rule(NamedTuple):
+class AttentionParams(NamedTuple):
     """The parameters of attention that are the same for every program."""
 
     scale: float
@@ -104,7 +104,7 @@ def attend_tokens(
     carry,
     *,
     tile: int,
-    rule: Rule,
+    rule: AttentionParams,
 ):
     """Runs the inner loop of both attentions: the online softmax of `queries` over some tokens of one sequence.
 

@@ -35,7 +35,7 @@ from pallas_kernels.prefill_attention import on_gpu as prefill_on_gpu
 from pallas_kernels.prefill_attention import tpu as prefill_tpu
 from pallas_kernels.quantized import LARGEST, QuantizedPages, quantize_pages
 from pallas_kernels.tune_moves import MOVES, WRITE, arrays_of, choices, mover
-from pallas_kernels.tune_products import Product
+from pallas_kernels.tune_products import ProductTuningJob
 from pallas_kernels.tuned import TUNED
 from pallas_kernels.tuning import MOSAIC, key_of
 
@@ -53,7 +53,7 @@ TINY, TINY_CANDIDATES = "16x2x2x16", 3
 Blocks = dict[str, int]
 
 
-class Work(NamedTuple):
+class TuningJob(NamedTuple):
     """A tuning job: an operation at one size."""
 
     operation: str
@@ -68,9 +68,9 @@ class Work(NamedTuple):
     value_size: int | None = None  # for latents: numbers of a row that are V too
 
 
-def candidates(platform: str, work: Work | Product) -> Iterator[Blocks]:
+def candidates(platform: str, work: TuningJob | ProductTuningJob) -> Iterator[Blocks]:
     """Yields the block sizes to try; {} is the kernel's own rule."""
-    if isinstance(work, Product):
+    if isinstance(work, ProductTuningJob):
         yield from tune_products.choices(work)
         return
     if work.operation in MOVES:
@@ -101,10 +101,10 @@ def candidates(platform: str, work: Work | Product) -> Iterator[Blocks]:
         )
 
 
-def arguments_of(work: Work | Product) -> tuple[Any, ...]:
+def arguments_of(work: TuningJob | ProductTuningJob) -> tuple[Any, ...]:
     """Returns the arrays of the operation in order, without sinks: slots hold the whole context, a chunk is its last
     rows."""
-    if isinstance(work, Product):
+    if isinstance(work, ProductTuningJob):
         return tune_products.arrays_of(work)
     if work.operation in MOVES:
         return arrays_of(work.operation, work.rows, work.kv_heads, work.page_size, work.head_dim, work.pool_dtype)
@@ -127,7 +127,7 @@ def arguments_of(work: Work | Product) -> tuple[Any, ...]:
     return q, pool, table, lengths, jnp.asarray([0, min(work.rows, work.context)], jnp.int32), None
 
 
-def shapes_of(work: Work) -> tuple[Any, Any]:
+def shapes_of(work: TuningJob) -> tuple[Any, Any]:
     """Returns the shapes of rows and pool of `arguments_of`, by which a choice is looked up."""
     moved, parts = work.operation in MOVES, 2 if work.value_size is None else 1
     heads = work.kv_heads * (1 if moved else work.groups)
@@ -139,9 +139,9 @@ def shapes_of(work: Work) -> tuple[Any, Any]:
     return jax.ShapeDtypeStruct((work.rows, heads, work.head_dim), jnp.dtype(dtype)), pool
 
 
-def kernel_of(platform: str, work: Work | Product, blocks: Blocks, interpret: bool) -> Callable[..., Any]:
+def kernel_of(platform: str, work: TuningJob | ProductTuningJob, blocks: Blocks, interpret: bool) -> Callable[..., Any]:
     """Returns the platform's own kernel with the given block sizes."""
-    if isinstance(work, Product):
+    if isinstance(work, ProductTuningJob):
         return tune_products.multiplier(blocks)
     if work.operation in MOVES:
         return mover(work.operation, blocks, interpret)
@@ -182,7 +182,9 @@ def seconds(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int) -> 
     return statistics.median(times)
 
 
-def tune(platform: str, work: Work | Product, repeats: int, interpret: bool, until: float = math.inf) -> Blocks | None:
+def tune(
+    platform: str, work: TuningJob | ProductTuningJob, repeats: int, interpret: bool, until: float = math.inf
+) -> Blocks | None:
     """Returns the fastest candidate; {} if it is the rule's own; None if none ran, or not all by `until`."""
     arrays = arguments_of(work)
     measured = []
@@ -196,7 +198,9 @@ def tune(platform: str, work: Work | Product, repeats: int, interpret: bool, unt
     return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
 
-def works_of(shapes: list[str], rows: list[int], context: int, dtypes: list[str], *, moves: bool = False) -> list[Work]:
+def works_of(
+    shapes: list[str], rows: list[int], context: int, dtypes: list[str], *, moves: bool = False
+) -> list[TuningJob]:
     """Returns the jobs of every shape with both attentions and, on GPUs, the operations that move pages, for every
     number of rows and pair of dtypes."""
     made = []
@@ -206,7 +210,7 @@ def works_of(shapes: list[str], rows: list[int], context: int, dtypes: list[str]
         queries, pool = pair.split("/")
         if value_size and (operation in MOVES or pool in LARGEST):
             continue  # moved as separate K and V are, and never quantised
-        made.append(Work(operation, size, kv_heads, groups, page_size, queries, pool, count, context, *value_size))
+        made.append(TuningJob(operation, size, kv_heads, groups, page_size, queries, pool, count, context, *value_size))
     return made
 
 
@@ -249,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
     dtypes, context = flags.dtypes.split(",")[: 1 if tiny else None], 40 if tiny else flags.context
     moves = (flags.platform or ("tpu" if flags.dry_run else jax.default_backend())) == "gpu"
     counts = [int(count) for count in rows.split(",")]
-    works: list[Work | Product] = [*works_of(shapes.split(","), counts, context, dtypes, moves=moves)]
+    works: list[TuningJob | ProductTuningJob] = [*works_of(shapes.split(","), counts, context, dtypes, moves=moves)]
     if moves:
         works += tune_products.products_of(flags.experts.split(","), counts, dtypes)
     if flags.dry_run:
@@ -269,17 +273,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 def tune_all(
     platform: str,
-    works: list[Work | Product],
+    works: list[TuningJob | ProductTuningJob],
     table: dict[tuple[str | int, ...], Blocks],
     flags: argparse.Namespace,
     *,
     tiny: bool,
     keep: bool,
-) -> list[Work | Product]:
+) -> list[TuningJob | ProductTuningJob]:
     """Measures into `table`, written after each job; returns the jobs that failed or were out of time."""
     left, until = [], time.perf_counter() + flags.limit_s
     for work in works:
-        key = tuple(work.key() if isinstance(work, Product) else key_of(work.operation, *shapes_of(work)))
+        key = tuple(work.key() if isinstance(work, ProductTuningJob) else key_of(work.operation, *shapes_of(work)))
         if flags.missing and key in table:
             continue
         best = None

@@ -27,7 +27,7 @@ SHAPE = "EXPERTSxHIDDENxINNERxASKED"
 MOST_TIMES = 16
 
 
-class Product(NamedTuple):
+class ProductTuningJob(NamedTuple):
     """A tuning job: the matrices of a layer's experts, in one direction."""
 
     operation: str
@@ -45,7 +45,7 @@ class Product(NamedTuple):
         return jax.ShapeDtypeStruct((self.groups, self.inputs, self.outputs), jnp.dtype(self.dtype))
 
 
-def products_of(models: list[str], tokens: list[int], pairs: list[str]) -> list[Product]:
+def products_of(models: list[str], tokens: list[int], pairs: list[str]) -> list[ProductTuningJob]:
     """Returns the up and down products of every model, in the dtypes of queries; a token has one row per expert it is
     sent to."""
     made, dtypes = [], sorted({pair.split("/")[0] for pair in pairs})
@@ -53,11 +53,11 @@ def products_of(models: list[str], tokens: list[int], pairs: list[str]) -> list[
         groups, hidden, inner, asked = map(int, MODELS.get(model, model).split("x"))
         rows = tuple(sorted(count * asked for count in tokens))
         for inputs, outputs in ((hidden, 2 * inner), (inner, hidden)):
-            made += [Product("grouped_product", groups, inputs, outputs, dtype, rows) for dtype in dtypes]
+            made += [ProductTuningJob("grouped_product", groups, inputs, outputs, dtype, rows) for dtype in dtypes]
     return made
 
 
-def choices(work: Product) -> Iterator[dict[str, int]]:
+def choices(work: ProductTuningJob) -> Iterator[dict[str, int]]:
     """Yields the choices to try; {} is the rule."""
     yield {}
     yield {MOSAIC: 0}
@@ -65,7 +65,7 @@ def choices(work: Product) -> Iterator[dict[str, int]]:
         yield from ({MOSAIC: 1, "outputs": width} for width in hopper.WIDTHS if work.outputs % width == 0)
 
 
-def arrays_of(work: Product) -> tuple[Array, ...]:
+def arrays_of(work: ProductTuningJob) -> tuple[Array, ...]:
     """Returns the matrices, then for every number of rows the rows and the group sizes, dealt at random."""
     rng = np.random.default_rng(0)
     made = [jnp.ones(work.matrices.shape, work.dtype)]

@@ -13,7 +13,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Adapter
 from jdisagg.model.lora import AdapterWeights, adapted_leaves, identified, read_adapter, target_of
 from jdisagg.model.names import Index
-from jdisagg.model.sources import Source
+from jdisagg.model.sources import TensorSource
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 STRENGTH = 4.0  # of lora_alpha, that tokens may differ
@@ -58,7 +58,7 @@ def adapters_in(root: Path, model: ModelConfig, number: int, **how: Any) -> list
 class Merged:
     """A source whose matrices have an adapter's added to them."""
 
-    source: Source
+    source: TensorSource
     weights: AdapterWeights
 
     @property
@@ -80,5 +80,5 @@ class Merged:
         return found if pair is None else found.astype(np.float32) + (pair.b @ pair.a)[index]
 
 
-def merged(source: Source, adapter: Adapter, model: ModelConfig) -> Merged:
+def merged(source: TensorSource, adapter: Adapter, model: ModelConfig) -> Merged:
     return Merged(source, read_adapter(adapter, model, max_rank=64))

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from jdisagg.commands.top import COLOURS, USES, Unanswered, Watch, cells, fetch, main, picture, pictures
+from jdisagg.commands.top import COLOURS, USES, DocumentHistory, NoAnswerError, cells, fetch, main, picture, pictures
 from jdisagg.core.ledger import PARTS
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.app import create_app
@@ -61,11 +61,11 @@ def test_a_server_that_cannot_be_read_is_one_line_and_exit_code_2(url: str, caps
 
 
 def test_it_goes_on_when_the_server_comes_back(url: str) -> None:
-    answers = itertools.chain([Unanswered("http://x: gone")], itertools.repeat(fetch(url, "k")))
+    answers = itertools.chain([NoAnswerError("http://x: gone")], itertools.repeat(fetch(url, "k")))
 
     def ask() -> Any:
         answer = next(answers)
-        if isinstance(answer, Unanswered):
+        if isinstance(answer, NoAnswerError):
             raise answer
         return answer
 
@@ -74,7 +74,7 @@ def test_it_goes_on_when_the_server_comes_back(url: str) -> None:
 
 
 def test_paces_are_of_the_last_second_or_so_and_never_of_another_server(url: str) -> None:
-    document, watch = fetch(url, "k"), Watch()
+    document, watch = fetch(url, "k"), DocumentHistory()
     for number in range(10):
         totals = document["totals"] | {"output_tokens": 100.0 + 30 * number}
         watch.take(document | {"now_s": 50 + 0.5 * number, "totals": totals})
@@ -92,7 +92,7 @@ def test_a_bar_is_as_long_as_its_cells_and_each_part_has_its_share():
 
 
 def test_on_eighty_columns_nothing_that_counts_is_cut(url: str) -> None:
-    watch = Watch()
+    watch = DocumentHistory()
     watch.take(fetch(url, "k"))
     said = drawn(picture(watch, 80), 80)
     for words in (
@@ -110,7 +110,7 @@ def test_on_eighty_columns_nothing_that_counts_is_cut(url: str) -> None:
 
 
 def test_what_a_server_says_is_no_markup(url: str) -> None:
-    document, watch = fetch(url, "k"), Watch()
+    document, watch = fetch(url, "k"), DocumentHistory()
     document["decisions"][0]["reason"] = document["requests"][0]["request_id"] = "[red]no[/red]"
     watch.take(document)
     assert drawn(picture(watch)).count("[red]no[/red]") == 2

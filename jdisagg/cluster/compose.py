@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from jdisagg.cluster.job import Job, Part, as_flags, shared_arguments
+from jdisagg.cluster.job import ClusterJob, RoleWorkers, as_flags, shared_arguments
 from jdisagg.core.errors import ConfigError
 
 POOL_IMAGE, POOL_MEMORY = "valkey/valkey:8", "16gb"
@@ -14,7 +14,7 @@ SECRET = "/run/secrets/jdisagg"
 READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/ready', timeout=5)"  # an error status raises
 
 
-def compose(job: Job) -> dict[str, Any]:
+def compose(job: ClusterJob) -> dict[str, Any]:
     """Returns `compose.yaml`: all services on the host's network, so that KV uses shared memory. Raises ConfigError."""
     if job.settings.http_port <= 0:
         raise ConfigError(f"--http_port={job.settings.http_port}: a container is asked for its health there")
@@ -35,7 +35,7 @@ def compose(job: Job) -> dict[str, Any]:
     }
 
 
-def _pool(job: Job, url: str) -> dict[str, Any]:
+def _pool(job: ClusterJob, url: str) -> dict[str, Any]:
     """Returns the shared pool's services if it is on this machine; a remote one and an object store exist already."""
     address = urlsplit(url)
     if address.hostname not in ("127.0.0.1", "localhost"):
@@ -49,7 +49,7 @@ def _pool(job: Job, url: str) -> dict[str, Any]:
     return {"pool": {"image": POOL_IMAGE, "command": command, "network_mode": "host", "restart": "on-failure"}}
 
 
-def _mooncake(job: Job, port: int) -> dict[str, Any]:
+def _mooncake(job: ClusterJob, port: int) -> dict[str, Any]:
     """Returns a master and a storage node; both come with the package that the image has for its client."""
     master = ["mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1"]
     master_address = f"--master_server_address=127.0.0.1:{port}"
@@ -58,11 +58,11 @@ def _mooncake(job: Job, port: int) -> dict[str, Any]:
     return {"pool-master": _server(job, master), "pool-node": _server(job, node)}
 
 
-def _server(job: Job, command: list[str]) -> dict[str, Any]:
+def _server(job: ClusterJob, command: list[str]) -> dict[str, Any]:
     return {"image": job.image, "build": BUILD, "command": command, "network_mode": "host", "restart": "on-failure"}
 
 
-def _router(job: Job) -> dict[str, Any]:
+def _router(job: ClusterJob) -> dict[str, Any]:
     arguments = as_flags(
         role="router",
         host=job.settings.host,
@@ -75,7 +75,7 @@ def _router(job: Job) -> dict[str, Any]:
     return _service(job, arguments) | {"healthcheck": healthcheck}
 
 
-def _worker(job: Job, part: Part, devices: range) -> dict[str, Any]:
+def _worker(job: ClusterJob, part: RoleWorkers, devices: range) -> dict[str, Any]:
     arguments = as_flags(
         role=part.role,
         router=f"127.0.0.1:{job.settings.control_port}",
@@ -90,7 +90,7 @@ def _worker(job: Job, part: Part, devices: range) -> dict[str, Any]:
     return service
 
 
-def _service(job: Job, arguments: list[str]) -> dict[str, Any]:
+def _service(job: ClusterJob, arguments: list[str]) -> dict[str, Any]:
     model = job.settings.model
     volumes: list[Any] = ["cache:/cache"]
     if model.startswith("/"):
@@ -116,7 +116,7 @@ def _installed(pool: str) -> str:
     return f'{ibverbs}RUN pip install --no-cache-dir {project} "$JAX"'
 
 
-def dockerfile(job: Job, note: str) -> str:
+def dockerfile(job: ClusterJob, note: str) -> str:
     """Returns the Dockerfile of all processes; the accelerator's package is a build argument."""
     jax = {"cpu": "jax", "gpu": "jax[cuda13]", "tpu": "jax[tpu]"}[job.platform]
     return f"""# {note}

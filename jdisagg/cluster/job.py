@@ -39,7 +39,7 @@ PLACED = {  # settings that the job sets itself, or that make no sense in a job
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RoleWorkers:
     """The workers of one role: `replicas` of them, each `size` processes with `devices` devices."""
 
     role: str
@@ -53,14 +53,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ClusterJob:
     """A router and workers, in a form common to all schedulers."""
 
     name: str
     image: str
     platform: str
     settings: Settings  # of every process; its mesh has one worker per pool
-    parts: tuple[Part, ...]
+    parts: tuple[RoleWorkers, ...]
     routers: int = 1  # if several, one leads by the lease of `coordination`
     fronts: int = 0  # processes that serve clients through the router; 0: the router does
     namespace: str = "default"  # Kubernetes namespace
@@ -85,7 +85,7 @@ class Job:
         return {"router": f"{self.router_name}:{self.settings.control_port}"}
 
 
-def with_fronts(job: Job, routers: int, fronts: int) -> Job:
+def with_fronts(job: ClusterJob, routers: int, fronts: int) -> ClusterJob:
     """Returns the job with `routers` and `fronts`. Raises ConfigError if clients would have no server."""
     if routers < 1 or fronts < 0:
         raise ConfigError(f"--routers is {routers} and --fronts {fronts}, must be 1 or more, and 0 or more")
@@ -97,7 +97,7 @@ def with_fronts(job: Job, routers: int, fronts: int) -> Job:
     return replace(job, routers=routers, fronts=fronts)
 
 
-def job_of(settings: Settings, name: str, image: str, platform: str, devices_per_host: int) -> Job:
+def job_of(settings: Settings, name: str, image: str, platform: str, devices_per_host: int) -> ClusterJob:
     """Returns the job of `settings` on hosts of `devices_per_host`. Raises ConfigError if it cannot be placed."""
     if settings.mesh == AUTO:
         raise ConfigError("a job needs its mesh written out, as --mesh=prefill:tp2,decode:pp2: auto is for one process")
@@ -107,10 +107,10 @@ def job_of(settings: Settings, name: str, image: str, platform: str, devices_per
     single = MeshSpec(tuple(replace(pool, count=1, first_device=None) for pool in mesh.pools))
     dtype = settings.dtype if settings.dtype != AUTO else "float32" if platform == "cpu" else "bfloat16"
     parts = tuple(_part(pool, devices_per_host) for pool in mesh.pools)
-    return with_rings(Job(name, image, platform, replace(settings, mesh=str(single), dtype=dtype), parts))
+    return with_rings(ClusterJob(name, image, platform, replace(settings, mesh=str(single), dtype=dtype), parts))
 
 
-def with_rings(job: Job) -> Job:
+def with_rings(job: ClusterJob) -> ClusterJob:
     """Returns the job with decode pipelines of several processes as rings; separate stages need one process. Raises
     ConfigError if such a pipeline cannot be a ring."""
     sizes = {part.role: part.size for part in job.parts}
@@ -128,19 +128,19 @@ def _ring(pool: PoolSpec) -> PoolSpec:
     return replace(pool, schedule=Schedule.RING)
 
 
-def _part(pool: PoolSpec, devices_per_host: int) -> Part:
+def _part(pool: PoolSpec, devices_per_host: int) -> RoleWorkers:
     devices = pool.pp * pool.tp
     if devices <= devices_per_host:
-        return Part(pool.role.value, pool.count, 1, devices)
+        return RoleWorkers(pool.role.value, pool.count, 1, devices)
     if devices % devices_per_host:
         raise ConfigError(
             f"{pool} has workers of {devices} devices and --devices_per_host is {devices_per_host}: a worker is as many"
             " whole hosts as it needs, or a part of one"
         )
-    return Part(pool.role.value, pool.count, devices // devices_per_host, devices_per_host)
+    return RoleWorkers(pool.role.value, pool.count, devices // devices_per_host, devices_per_host)
 
 
-def shared_arguments(job: Job) -> list[str]:
+def shared_arguments(job: ClusterJob) -> list[str]:
     """Returns the flags that all processes share: each setting that is not at its default."""
     standard = Settings()
     settings = {each.name: getattr(job.settings, each.name) for each in fields(Settings) if each.name not in PLACED}

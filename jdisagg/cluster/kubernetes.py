@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from jdisagg.cluster.job import HEALTH_PORT, KV_PORT, Job, Part, as_flags, shared_arguments, with_rings
+from jdisagg.cluster.job import HEALTH_PORT, KV_PORT, ClusterJob, RoleWorkers, as_flags, shared_arguments, with_rings
 from jdisagg.core.errors import ConfigError
 
 # The pod templates of a job: of the router, a front and a worker.
@@ -32,11 +32,11 @@ def field_variable(name: str, path: str) -> Document:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def labels(job: Job, component: str) -> dict[str, str]:
+def labels(job: ClusterJob, component: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": job.name, "app.kubernetes.io/component": component}
 
 
-def router_pod(job: Job) -> Document:
+def router_pod(job: ClusterJob) -> Document:
     """Returns the pod template of a router; with several routers, each writes its own address into the lease."""
     coordination_flags = (
         {"control_advertise": "$(POD_IP)", "coordination": job.coordination} if job.coordination else {}
@@ -55,7 +55,7 @@ def router_pod(job: Job) -> Document:
     return pod
 
 
-def front_pod(job: Job) -> Document:
+def front_pod(job: ClusterJob) -> Document:
     """Returns the pod template of a front, whose streams continue when another router leads."""
     arguments = as_flags(
         role="front",
@@ -67,7 +67,7 @@ def front_pod(job: Job) -> Document:
     return _server_pod(job, "front", arguments, {})
 
 
-def _server_pod(job: Job, component: str, arguments: list[str], more: Mapping[str, int]) -> Document:
+def _server_pod(job: ClusterJob, component: str, arguments: list[str], more: Mapping[str, int]) -> Document:
     """Returns the pod template of a router or front; `more`: further ports."""
     ports = {"http": job.settings.http_port, "grpc": job.settings.grpc_port, **more}
     named = [{"name": name, "containerPort": port} for name, port in ports.items() if port > 0]
@@ -85,7 +85,7 @@ def _server_pod(job: Job, component: str, arguments: list[str], more: Mapping[st
     return {"metadata": metadata, "spec": _pod(job, container)}
 
 
-def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] | None = None) -> Document:
+def worker_pod(job: ClusterJob, part: RoleWorkers, probed: bool, selector: Mapping[str, str] | None = None) -> Document:
     """Returns the pod template of one process of a worker; `probed`: it has health probes."""
     health = {"health_port": HEALTH_PORT} if probed else {}
     arguments = as_flags(
@@ -117,7 +117,7 @@ def worker_pod(job: Job, part: Part, probed: bool, selector: Mapping[str, str] |
     return {"metadata": {"labels": labels(job, part.role)}, "spec": {**placed, **_pod(job, container)}}
 
 
-def _pod(job: Job, container: Document) -> Document:
+def _pod(job: ClusterJob, container: Document) -> Document:
     model = _model_folder(job)
     volumes: list[Document] = [
         {"name": "secret", "secret": {"secretName": job.name, "defaultMode": 0o440}},
@@ -137,7 +137,7 @@ def _pod(job: Job, container: Document) -> Document:
     return spec
 
 
-def _container(job: Job, name: str, arguments: list[str]) -> Document:
+def _container(job: ClusterJob, name: str, arguments: list[str]) -> Document:
     model = _model_folder(job)
     mounts: list[Document] = [
         {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
@@ -157,13 +157,13 @@ def _container(job: Job, name: str, arguments: list[str]) -> Document:
     }
 
 
-def _model_folder(job: Job) -> str:
+def _model_folder(job: ClusterJob) -> str:
     """Returns the mount point of the model folder; empty for a model in the image or fetched by its name."""
     place = PurePosixPath(job.settings.model)
     return str(place.parent) if place.is_absolute() and str(place.parent) != "/" else ""
 
 
-def _resources(job: Job, part: Part) -> Document:
+def _resources(job: ClusterJob, part: RoleWorkers) -> Document:
     if job.platform == "cpu":
         return {"requests": {"cpu": str(part.devices)}}
     count = {RESOURCES[job.platform]: part.devices}
@@ -185,17 +185,17 @@ SETS = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
 DISAGGREGATED_SCALER = ("disaggregatedset.x-k8s.io/v1", "DisaggregatedSetRoleScaler")  # one per role, made by its set
 
 
-def scaled(job: Job) -> bool:
+def scaled(job: ClusterJob) -> bool:
     """Returns True if the router publishes the number of workers that the load asks for."""
     return job.settings.autoscale != "off"
 
 
-def pod_autoscalers(job: Job, target: tuple[str, str] = SETS) -> list[Document]:
+def pod_autoscalers(job: ClusterJob, target: tuple[str, str] = SETS) -> list[Document]:
     """Returns HorizontalPodAutoscalers, for an adapter that serves the metric as an external one."""
     return [_pod_autoscaler(job, part, target) for part in job.parts]
 
 
-def _pod_autoscaler(job: Job, part: Part, target: tuple[str, str]) -> Document:
+def _pod_autoscaler(job: ClusterJob, part: RoleWorkers, target: tuple[str, str]) -> Document:
     metric = {"name": METRIC, "selector": {"matchLabels": {"role": part.role}}}
     metric_target = {
         "type": "External",
@@ -212,12 +212,12 @@ def _pod_autoscaler(job: Job, part: Part, target: tuple[str, str]) -> Document:
     return _document(job, part, ("autoscaling/v2", "HorizontalPodAutoscaler"), spec)
 
 
-def scaled_objects(job: Job, target: tuple[str, str] = SETS) -> list[Document]:
+def scaled_objects(job: ClusterJob, target: tuple[str, str] = SETS) -> list[Document]:
     """Returns KEDA ScaledObjects, which query Prometheus themselves."""
     return [_scaled_object(job, part, target) for part in job.parts]
 
 
-def _scaled_object(job: Job, part: Part, target: tuple[str, str]) -> Document:
+def _scaled_object(job: ClusterJob, part: RoleWorkers, target: tuple[str, str]) -> Document:
     query = f'max({METRIC}{{role="{part.role}"}})'
     trigger = {"serverAddress": PROMETHEUS, "query": query, "threshold": "1"}
     spec = {
@@ -231,12 +231,12 @@ def _scaled_object(job: Job, part: Part, target: tuple[str, str]) -> Document:
     return _document(job, part, ("keda.sh/v1alpha1", "ScaledObject"), spec)
 
 
-def _target(job: Job, part: Part, target: tuple[str, str]) -> Document:
+def _target(job: ClusterJob, part: RoleWorkers, target: tuple[str, str]) -> Document:
     version, kind = target
     return {"apiVersion": version, "kind": kind, "name": f"{job.name}-{part.role}"}
 
 
-def _document(job: Job, part: Part, kind: tuple[str, str], spec: Document) -> Document:
+def _document(job: ClusterJob, part: RoleWorkers, kind: tuple[str, str], spec: Document) -> Document:
     metadata = {"name": f"{job.name}-{part.role}", "labels": labels(job, part.role)}
     return {"apiVersion": kind[0], "kind": kind[1], "metadata": metadata, "spec": spec}
 
@@ -252,10 +252,10 @@ LWS_NAMES = {  # variables that `terminal.py` reads in addition -> LeaderWorkerS
     "LWS_GROUP_INDEX": "leaderworkerset.sigs.k8s.io/group-index",
 }
 MAX_RESTARTS = 1000
-Selectors = Callable[[Part], Mapping[str, str]]
+Selectors = Callable[[RoleWorkers], Mapping[str, str]]
 
 
-def no_selector(part: Part) -> Mapping[str, str]:
+def no_selector(part: RoleWorkers) -> Mapping[str, str]:
     """Returns no node selector."""
     return {}
 
@@ -263,7 +263,7 @@ def no_selector(part: Part) -> Mapping[str, str]:
 ROLLING = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
 
 
-def router(job: Job) -> list[Document]:
+def router(job: ClusterJob) -> list[Document]:
     """Returns the routers' Deployment, Services, disruption budgets and lease rights, and the fronts."""
     ports = {"http": job.settings.http_port, "grpc": job.settings.grpc_port}
     served = "front" if job.fronts else "router"
@@ -272,7 +272,7 @@ def router(job: Job) -> list[Document]:
     return [deployment, clients, *more, *(_fronts(job) if job.fronts else [])]
 
 
-def _routers(job: Job) -> list[Document]:
+def _routers(job: ClusterJob) -> list[Document]:
     name, selector = job.router_name, labels(job, "router")
     if job.coordination:  # workers and fronts find the leader's pod by its lease: no Service
         deployment = _deployment(name, selector, job.routers, ROLLING, router_pod(job))
@@ -284,7 +284,7 @@ def _routers(job: Job) -> list[Document]:
     return [deployment, control, _budget(job, "router", {"minAvailable": 1})]
 
 
-def _lease_rights(job: Job) -> list[Document]:
+def _lease_rights(job: ClusterJob) -> list[Document]:
     """Returns the account of all pods, and its rights: to create leases, and to read and renew the router's."""
     named, group = labels(job, "router"), "rbac.authorization.k8s.io"
     leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
@@ -301,7 +301,7 @@ def _lease_rights(job: Job) -> list[Document]:
     ]
 
 
-def _fronts(job: Job) -> list[Document]:
+def _fronts(job: ClusterJob) -> list[Document]:
     """Returns the fronts' Deployment and budget; fronts hold no state, so a rollout may add one."""
     deployment = _deployment(f"{job.name}-front", labels(job, "front"), job.fronts, ROLLING, front_pod(job))
     return [deployment, _budget(job, "front", {"maxUnavailable": 1})]
@@ -314,7 +314,7 @@ def _deployment(
     return _kind("apps/v1", "Deployment", name, selector) | {"spec": spec}
 
 
-def leader_worker_sets(job: Job, selectors: Selectors = no_selector, exclusive: str = "") -> list[Document]:
+def leader_worker_sets(job: ClusterJob, selectors: Selectors = no_selector, exclusive: str = "") -> list[Document]:
     """Returns a LeaderWorkerSet and a disruption budget per role; `exclusive`: a topology label with one group each."""
     documents: list[Document] = []
     for part in job.parts:
@@ -330,7 +330,7 @@ def leader_worker_sets(job: Job, selectors: Selectors = no_selector, exclusive: 
     return documents
 
 
-def disaggregated_set(job: Job) -> list[Document]:
+def disaggregated_set(job: ClusterJob) -> list[Document]:
     """Returns one set of prefill and decode; with --autoscale, its own scalers set the replicas."""
     roles: list[Document] = [{"name": part.role, "spec": _set(job, part, {})} for part in job.parts]
     for role in roles if scaled(job) else []:
@@ -342,7 +342,7 @@ def disaggregated_set(job: Job) -> list[Document]:
     return [document | {"spec": {"roles": roles}}, *budgets, *autoscalers]
 
 
-def job_sets(job: Job) -> list[Document]:
+def job_sets(job: ClusterJob) -> list[Document]:
     """Returns a JobSet per worker: a failed member restarts the pods of its own worker only."""
     documents: list[Document] = []
     for part in job.parts:
@@ -360,7 +360,7 @@ def job_sets(job: Job) -> list[Document]:
     return documents
 
 
-def _set(job: Job, part: Part, selector: Mapping[str, str]) -> Document:
+def _set(job: ClusterJob, part: RoleWorkers, selector: Mapping[str, str]) -> Document:
     """Returns the spec of a LeaderWorkerSet; in a group only the leader has health probes."""
     pods = {"workerTemplate": worker_pod(job, part, part.size == 1, selector)}
     if part.size > 1:
@@ -378,7 +378,7 @@ def _set(job: Job, part: Part, selector: Mapping[str, str]) -> Document:
     }
 
 
-def _replicated(job: Job, part: Part) -> Document:
+def _replicated(job: ClusterJob, part: RoleWorkers) -> Document:
     pod = worker_pod(job, part, part.size == 1)
     container = pod["spec"]["containers"][0]
     for name, annotation in JOBSET_NAMES.items():
@@ -398,7 +398,7 @@ def _service(name: str, selector: Mapping[str, str], ports: Mapping[str, int]) -
     return _kind("v1", "Service", name, selector) | {"spec": {"selector": dict(selector), "ports": shown}}
 
 
-def _budget(job: Job, component: str, bound: Mapping[str, int]) -> Document:
+def _budget(job: ClusterJob, component: str, bound: Mapping[str, int]) -> Document:
     selector = labels(job, component)
     document = _kind("policy/v1", "PodDisruptionBudget", f"{job.name}-{component}", selector)
     return document | {"spec": {**bound, "selector": {"matchLabels": selector}}}
@@ -411,7 +411,7 @@ POOL = "cloud.google.com/gke-nodepool"  # a slice of several hosts is a node poo
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
+class SliceSizes:
     """The slices that GKE has of one chip. `one_host`: chips of a single machine; else each host has `per_host`."""
 
     accelerator: str
@@ -435,13 +435,13 @@ class Slices:
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
 SLICES = {  # by the names of `core.targets`
-    "v5e": Slices("tpu-v5-lite-podslice", _FLAT, (1, 4, 8)),
-    "v5p": Slices("tpu-v5p-slice", _CUBES, (4,)),
-    "v6e": Slices("tpu-v6e-slice", _FLAT, (1, 4, 8)),
+    "v5e": SliceSizes("tpu-v5-lite-podslice", _FLAT, (1, 4, 8)),
+    "v5p": SliceSizes("tpu-v5p-slice", _CUBES, (4,)),
+    "v6e": SliceSizes("tpu-v6e-slice", _FLAT, (1, 4, 8)),
 }
 
 
-def slice_of(part: Part, chip: str) -> tuple[Part, str]:
+def slice_of(part: RoleWorkers, chip: str) -> tuple[RoleWorkers, str]:
     """Returns the worker's processes on a slice, one per host, and the slice's topology. Raises ConfigError. A worker
     smaller than its slice has the whole slice, and leaves the other chips idle."""
     wanted = part.size * part.devices
@@ -454,12 +454,12 @@ def slice_of(part: Part, chip: str) -> tuple[Part, str]:
     return replace(part, size=hosts, devices=chips // hosts), topology
 
 
-def manifests(job: Job, chip: str) -> dict[str, list[Document]]:
+def manifests(job: ClusterJob, chip: str) -> dict[str, list[Document]]:
     """Returns file -> documents: the router on any node, each worker on a slice of its own. Raises ConfigError."""
     placed = {part.role: slice_of(part, chip) for part in job.parts}
     slices = with_rings(replace(job, platform="tpu", parts=tuple(part for part, _ in placed.values())))
 
-    def selector(part: Part) -> Mapping[str, str]:
+    def selector(part: RoleWorkers) -> Mapping[str, str]:
         topology = placed[part.role][1]
         names = {"accelerator": SLICES[chip].accelerator, "topology": topology}
         return {f"cloud.google.com/gke-tpu-{name}": value for name, value in names.items()}

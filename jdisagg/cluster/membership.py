@@ -22,7 +22,7 @@ WORKER_ROLES = {"prefill", "decode", "colocated"}
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlace:
+class GroupRank:
     """One process's place: `rank` of `size` in the worker `group`; rank 0 listens at `coordinator` (HOST:PORT)."""
 
     group: str
@@ -35,7 +35,7 @@ SourceValues = Mapping[str, tuple[str, str]]  # group, size, rank, host or port 
 Environ = Mapping[str, str]
 
 
-def resolve(settings: Settings, environ: Environ) -> GroupPlace | None:
+def resolve(settings: Settings, environ: Environ) -> GroupRank | None:
     """Returns this process's place in a group of two or more; None for a worker without a group, or a router. Raises
     ConfigError if a needed value has no source, or two sources differ."""
     flag_values = _flags(settings)
@@ -57,13 +57,13 @@ def resolve(settings: Settings, environ: Environ) -> GroupPlace | None:
     return place
 
 
-def _place(sources: list[SourceValues]) -> GroupPlace:
+def _place(sources: list[SourceValues]) -> GroupRank:
     size_from, size = _number("size", sources, least=2)
     rank_from, rank = _number("rank", sources, least=0)
     if rank >= size:
         raise ConfigError(f"{rank_from} is {rank} and {size_from} is {size}: ranks are 0 to {size - 1}")
     host, port = _first("host", sources)[1], _first("port", sources)[1]
-    return GroupPlace(_first("group", sources)[1], rank, size, f"{host}:{port}")
+    return GroupRank(_first("group", sources)[1], rank, size, f"{host}:{port}")
 
 
 def _number(what: str, sources: list[SourceValues], least: int) -> tuple[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jdisagg.cluster.job import Job, Part, shared_arguments
+from jdisagg.cluster.job import ClusterJob, RoleWorkers, shared_arguments
 from jdisagg.core.errors import ConfigError
 
 HEAD = """#!/usr/bin/env bash
@@ -87,7 +87,7 @@ while kill -0 "${pids[@]}" 2>/dev/null; do wait || true; done
 """
 
 
-def script(job: Job, note: str) -> str:
+def script(job: ClusterJob, note: str) -> str:
     """Returns the text of `launch/slurm.sbatch`."""
     shared = "\n".join(f"  {_quoted(each)}" for each in shared_arguments(job))
     workers = " and ".join(f"{part.replicas} x {part.role}" for part in job.parts)
@@ -111,17 +111,17 @@ def _component(tasks: int, cpus: int, more: str) -> str:
     return f"#SBATCH --ntasks={tasks} --cpus-per-task={cpus}{more}"
 
 
-def _of_part(part: Part, job: Job) -> str:
+def _of_part(part: RoleWorkers, job: ClusterJob) -> str:
     gpus = f" --gpus-per-task={part.devices}" if job.platform == "gpu" else ""
     one_per_host = " --ntasks-per-node=1" if part.size > 1 else ""  # one process per host
     return _component(part.processes, _cpus(part, job), gpus + one_per_host)
 
 
-def _cpus(part: Part, job: Job) -> int:
+def _cpus(part: RoleWorkers, job: ClusterJob) -> int:
     return part.devices if job.platform == "cpu" else 4 * part.devices
 
 
-def _steps(job: Job) -> str:
+def _steps(job: ClusterJob) -> str:
     lines = [
         'start keep router --het-group=0 --nodes=1 --ntasks=1 "$python" -m jdisagg.launch "${shared[@]}" \\',
         '  --role=router --host=0.0.0.0 --control_port="$control_port"',

@@ -97,7 +97,7 @@ def run(settings: Settings, target: Target, values: flags.FlagValues) -> int:
         for stage in memory_of(table, [each for each in checked if each.worker == table.config.worker])
     ]
     context = min(values.context_tokens, deployment.max_model_len)
-    report = aot_report.Report(deployment, target, memory_bytes, context, checked, memory)
+    report = aot_report.CompileReport(deployment, target, memory_bytes, context, checked, memory)
     aot_report.show(console, report)
     if values.json:
         write_json(Path(values.json), report)
@@ -197,7 +197,7 @@ def compile_all(tables: Sequence[ProgramTable], every: bool) -> list:
         return check(declared, every, on_program)
 
 
-def write_json(path: Path, report: aot_report.Report) -> None:
+def write_json(path: Path, report: aot_report.CompileReport) -> None:
     """Writes the report as JSON. Raises ConfigError if the file cannot be written."""
     try:
         path.write_text(report.as_json() + "\n", encoding="utf-8")

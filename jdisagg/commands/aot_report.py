@@ -18,21 +18,21 @@ from jdisagg.core.layout.stages import ring_cut
 from jdisagg.core.mesh_spec import WorkerMesh
 from jdisagg.core.schedule import Waited, waited
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.compile_check import Checked, StageMemory
+from jdisagg.engine.compile_check import CheckedProgram, StageMemory
 from jdisagg.engine.compiled import MIB
 from jdisagg.engine.ring_declarations import ticks
 from jdisagg.model.weight_bytes import number_bytes
 from jdisagg.parallel.topology import devices_of
 from jdisagg.serve.deploy.deployment import Deployment
-from jdisagg.sim.expected import Expected, expected, multiplying, sending, start_s
-from jdisagg.sim.hardware import Hardware, hardware
+from jdisagg.sim.expected import ExpectedTime, expected, multiplying, sending, start_s
+from jdisagg.sim.hardware import ChipSpec, hardware
 
 # The times of a compiled program: its lower bound, the bytes over the links and how much of them the schedule hides,
 # and the expected time.
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class CompiledTimes:
     """The times of a deployment's programs on a target."""
 
     deployment: Deployment
@@ -40,7 +40,7 @@ class StepTimes:
     context_tokens: int  # tokens per sequence in the bounds of decode steps
 
     @cached_property
-    def _chip(self) -> Hardware:
+    def _chip(self) -> ChipSpec:
         return hardware(self.target.chip.name)
 
     def shard(self, place: WorkerMesh, layers: range) -> Shard:
@@ -52,7 +52,7 @@ class StepTimes:
             deployment.kv.row_bytes / deployment.kv.head_dim,
         )
 
-    def work(self, each: Checked) -> Work | None:
+    def work(self, each: CheckedProgram) -> Work | None:
         """Returns the work of one device; None for programs without a lower bound."""
         place, config = self.deployment.place(each.worker), self._config(each.worker)
         if each.declared.kind.startswith("ring"):
@@ -67,7 +67,7 @@ class StepTimes:
             return shard.prefill(each.declared.size)
         return shard.head(config.max_chunk_seqs)
 
-    def _ring_work(self, each: Checked, place: WorkerMesh, config: WorkerConfig) -> Work:
+    def _ring_work(self, each: CheckedProgram, place: WorkerMesh, config: WorkerConfig) -> Work:
         """Returns the work of a whole ring dispatch."""
         numbers = ring_cut(self.deployment.model, place.pp).numbers
         shards = [self.shard(place, range(number, number + 1)) for number in numbers]
@@ -77,11 +77,11 @@ class StepTimes:
     def _config(self, worker: str) -> WorkerConfig:
         return next(config for config in self.deployment.workers if config.worker == worker)
 
-    def sent(self, each: Checked) -> Sent:
+    def sent(self, each: CheckedProgram) -> Sent:
         """Returns the bytes that the busiest of its devices sends in one step."""
         return each.facts.sent(each.declared, self._hosts(each))
 
-    def links_s(self, each: Checked) -> float:
+    def links_s(self, each: CheckedProgram) -> float:
         """Returns the least seconds of its collectives, using links within and between hosts at once."""
         hosts = self._hosts(each)
 
@@ -92,7 +92,7 @@ class StepTimes:
 
         return sum(map(least_s, each.facts.across))
 
-    def waited(self, each: Checked) -> Waited:
+    def waited(self, each: CheckedProgram) -> Waited:
         """Returns the seconds of its collectives, and how many of them the compiled schedule leaves exposed."""
         hosts, weights = self._hosts(each), self.deployment.weight_dtype
 
@@ -105,17 +105,17 @@ class StepTimes:
 
         return waited(each.facts.schedule, seconds_of_work, collective_s, each.declared.loops)
 
-    def expected(self, each: Checked) -> Expected | None:
+    def expected(self, each: CheckedProgram) -> ExpectedTime | None:
         """Returns the expected seconds of one device by the compiled program's collectives; None if unknown."""
         work = self.work(each)
         if work is None or each.facts.why:
             return None
         return expected(work, self._chip, self.deployment.weight_dtype, self.waited(each).exposed_s)
 
-    def _hosts(self, each: Checked) -> list[int]:
+    def _hosts(self, each: CheckedProgram) -> list[int]:
         return [self.target.host_of(self._numbers[device]) for device in each.declared.submesh.devices]
 
-    def _joined(self, each: Checked, one: Collective) -> Joined:
+    def _joined(self, each: CheckedProgram, one: Collective) -> Joined:
         """Returns the links of the collective's first group, which stand for those of all groups."""
         devices: Sequence[Any] = each.declared.submesh.devices
         if self.target.chip.gpu is not None:
@@ -143,19 +143,19 @@ STEPS = {"prefill": "a chunk of a layer group", "decode": "a step of a stage", "
 
 
 @dataclass(frozen=True)
-class Report:
+class CompileReport:
     """All results; `faults` is empty if every program compiles and fits."""
 
     deployment: Deployment
     target: Target
     memory_bytes: int  # memory of one device that jax may use
     context_tokens: int
-    checked: list[Checked]
+    checked: list[CheckedProgram]
     memory: list[StageMemory]
 
     @cached_property
-    def times(self) -> StepTimes:
-        return StepTimes(self.deployment, self.target, self.context_tokens)
+    def times(self) -> CompiledTimes:
+        return CompiledTimes(self.deployment, self.target, self.context_tokens)
 
     def limit_bytes(self, stage: StageMemory) -> int:
         """Returns the memory limit of one device, divided by the number of workers on it."""
@@ -193,11 +193,11 @@ class Report:
         named = {each.worker for each in self.checked}
         return [config for config in self.deployment.workers if config.worker in named]
 
-    def _floors(self, checked: list[Checked], kind: str, size: int) -> list[float]:
+    def _floors(self, checked: list[CheckedProgram], kind: str, size: int) -> list[float]:
         works = [self.times.work(each) for each in checked if each.declared.kind == kind and each.declared.size == size]
         return [work.floor_s(self.target.chip) for work in works if work is not None]
 
-    def _prefill_line(self, config: WorkerConfig, checked: list[Checked]) -> str:
+    def _prefill_line(self, config: WorkerConfig, checked: list[CheckedProgram]) -> str:
         tokens = config.prefill_buckets[-1]
         floors, head_s = self._floors(checked, "prefill", tokens), sum(self._floors(checked, "head", tokens))
         floor_s = sum(floors) + head_s
@@ -208,7 +208,7 @@ class Report:
             + f" so at most {tokens / each_s:,.0f} tokens/s"
         )
 
-    def _decode_line(self, config: WorkerConfig, checked: list[Checked]) -> str:
+    def _decode_line(self, config: WorkerConfig, checked: list[CheckedProgram]) -> str:
         widest = config.table_buckets[-1]
         floors = self._floors(checked, "decode", widest)
         context, slots = min(self.context_tokens, widest * config.page_size), config.stage_slots
@@ -219,7 +219,7 @@ class Report:
             f" stage{'s' * (len(floors) > 1)}), so at most {config.num_slots / gap_s:,.0f} tokens/s"
         )
 
-    def _ring_line(self, config: WorkerConfig, checked: list[Checked]) -> str:
+    def _ring_line(self, config: WorkerConfig, checked: list[CheckedProgram]) -> str:
         widest, pp = config.table_buckets[-1], config.decode.n
         (floor_s, *_) = self._floors(checked, "ring plain", widest)
         context, gap_s = min(self.context_tokens, widest * config.page_size), floor_s / config.decode.steps_per_dispatch
@@ -229,7 +229,7 @@ class Report:
             f" {config.num_slots // pp} at each of {pp} stages), so at most {config.num_slots / gap_s:,.0f} tokens/s"
         )
 
-    def _link_lines(self, config: WorkerConfig, checked: list[Checked]) -> list[str]:
+    def _link_lines(self, config: WorkerConfig, checked: list[CheckedProgram]) -> list[str]:
         """Returns a line on the step that sends the most, if any program sends."""
         kind = "ring" if config.is_ring else "decode" if config.role is Role.DECODE else "prefill"
         candidates = [each for each in checked if each.declared.kind.startswith(kind) and each.alike]
@@ -245,7 +245,7 @@ class Report:
             f" {waited.hidden:.0%} of {waited.total_s * 1e3:.3f} ms are hidden behind products"
         ]
 
-    def _expected_lines(self, checked: list[Checked]) -> list[str]:
+    def _expected_lines(self, checked: list[CheckedProgram]) -> list[str]:
         """Returns lines on the slowest program of each kind that was compiled itself."""
         lines = []
         for kind, step in STEPS.items():
@@ -311,7 +311,7 @@ def show_deployment(console: Console, deployment: Deployment, target: Target, me
         console.print(f"[bold]sizes[/]  {reason}", highlight=False)
 
 
-def show(console: Console, report: Report) -> None:
+def show(console: Console, report: CompileReport) -> None:
     """Prints programs, memory, lower bounds and faults."""
     for config in report.first_workers():
         console.print(_programs(report, [each for each in report.checked if each.worker == config.worker]))
@@ -327,12 +327,12 @@ def show(console: Console, report: Report) -> None:
         console.print(f"[bold green]fits[/]   every program compiles ({seconds:.0f} s) and every device holds its part")
 
 
-def _compiled(checked: list[Checked]) -> list[Checked]:
+def _compiled(checked: list[CheckedProgram]) -> list[CheckedProgram]:
     """Returns one program for each set of facts."""
     return list({id(each.facts): each for each in checked}.values())
 
 
-def _programs(report: Report, checked: list[Checked]) -> Table:
+def _programs(report: CompileReport, checked: list[CheckedProgram]) -> Table:
     columns = (
         "program",
         "stage",
@@ -357,7 +357,7 @@ def _programs(report: Report, checked: list[Checked]) -> Table:
     return table
 
 
-def _row(report: Report, each: Checked) -> tuple[str, ...]:
+def _row(report: CompileReport, each: CheckedProgram) -> tuple[str, ...]:
     facts, work = each.facts, report.times.work(each)
     floor = ("", "") if work is None else _floor(work, report)
     name = each.declared.label.rpartition(",")[0]
@@ -379,11 +379,11 @@ def _waited(waited: Waited) -> tuple[str, str]:
     return f"{waited.hidden:.0%}", f"{waited.exposed_s * 1e6:,.0f}"
 
 
-def _floor(work: Work, report: Report) -> tuple[str, str]:
+def _floor(work: Work, report: CompileReport) -> tuple[str, str]:
     return f"{work.floor_s(report.target.chip) * 1e3:.3f}", work.bound(report.target.chip)
 
 
-def _memory(report: Report) -> Table:
+def _memory(report: CompileReport) -> Table:
     columns = (
         "GiB a device",
         "stage",

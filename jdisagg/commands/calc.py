@@ -38,7 +38,7 @@ from jdisagg.sim.arithmetic import (
     number_bytes,
     transfer_s,
 )
-from jdisagg.sim.hardware import LINKS, Hardware, hardware
+from jdisagg.sim.hardware import LINKS, ChipSpec, hardware
 
 
 def declare() -> flags.FlagValues:
@@ -118,7 +118,7 @@ def seconds(duration_s: float) -> str:
     return f"{duration_s * 1e3:.3g} ms" if duration_s >= 1e-3 else f"{duration_s * 1e6:.3g} us"
 
 
-def prefill_s(config: ModelConfig, tokens: int, chip: Hardware, devices: int) -> float:
+def prefill_s(config: ModelConfig, tokens: int, chip: ChipSpec, devices: int) -> float:
     """Returns the prefill time: FLOPs over the share of the peak that large GEMMs and causal attention reach."""
     linear = config.num_layers * config.linear_flops(tokens)
     pairs = config.num_layers * config.attention_flops(tokens**2 / 2)  # half of all pairs are masked
@@ -164,7 +164,7 @@ def billions(weights: float) -> str:
     return f"{weights / 1e9:.3g} B"
 
 
-def report(config: ModelConfig, tokens: int, dtype: str, chip: Hardware, devices: int) -> list[str | Table]:
+def report(config: ModelConfig, tokens: int, dtype: str, chip: ChipSpec, devices: int) -> list[str | Table]:
     """Returns the lines and the table to print for a prompt of `tokens` tokens."""
     scale_bytes = SCALE_BYTES / config.head_dim if dtype in ("int8", "fp8") else 0.0  # of a row of numbers
     size, a_token = (config.kv_bytes(count, number_bytes(dtype) + scale_bytes) for count in (tokens, 1))

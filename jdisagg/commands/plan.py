@@ -33,7 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jdisagg import command, flags
 from jdisagg.cluster import compose, kubernetes, slurm
-from jdisagg.cluster.job import Job, job_of, with_fronts
+from jdisagg.cluster.job import ClusterJob, job_of, with_fronts
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.mesh_spec import Schedule
 from jdisagg.core.profile import read_profile
@@ -46,10 +46,10 @@ from jdisagg.sim.cost_models import ENGINES, Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.planner import recommendation as tables
 from jdisagg.sim.planner.limits import estimates
-from jdisagg.sim.planner.problem import Objectives, Problem, Workload
-from jdisagg.sim.planner.recommendation import Recommendation, as_policy, headroom, recommend, settings_of, total, vary
-from jdisagg.sim.planner.search import Search
-from jdisagg.sim.planner.space import Candidate, CandidateBuilder, ProfiledCandidateBuilder, Space, paired
+from jdisagg.sim.planner.problem import Objectives, Problem, WorkloadSpec
+from jdisagg.sim.planner.recommendation import RecommendedPlan, as_policy, headroom, recommend, settings_of, total, vary
+from jdisagg.sim.planner.search import SearchRun
+from jdisagg.sim.planner.space import CandidateBuilder, CandidateSource, PlanCandidate, ProfiledCandidateBuilder, paired
 from jdisagg.sim.traces.workloads import read_workload
 
 # The files of a job as `--emit` writes them: the output of `jdisagg.cluster` as text.
@@ -76,15 +76,15 @@ class JobValues:
     def platform(self) -> str:
         return "gpu" if self.settings.platform == "auto" else self.settings.platform
 
-    def job(self) -> Job:
+    def job(self) -> ClusterJob:
         """Returns the job. Raises ConfigError if it cannot be placed."""
         return self._with_fronts(job_of(self.settings, self.name, self.image, self.platform, self.devices_per_host))
 
-    def whole(self, platform: str) -> Job:
+    def whole(self, platform: str) -> ClusterJob:
         """Returns the job with every worker as one process, not yet cut into hosts. Raises ConfigError."""
         return self._with_fronts(job_of(self.settings, self.name, self.image, platform, kubernetes.WHOLE))
 
-    def _with_fronts(self, job: Job) -> Job:
+    def _with_fronts(self, job: ClusterJob) -> ClusterJob:
         routers = self.routers or (1 if self.fronts == 0 else 2)
         fronts = self.fronts if self.fronts >= 0 else 2 * (routers > 1)
         return replace(with_fronts(job, routers, fronts), namespace=self.namespace)
@@ -333,18 +333,18 @@ def question(values: flags.FlagValues) -> tuple[Problem, CandidateBuilder | Prof
             f" {builder.max_model_len}: --max_model_len={builder.max_model_len} leaves the longer ones out"
         )
     objectives = Objectives(values.slo_ttft_s, values.slo_tpot_s, values.attainment)
-    workload = Workload(lengths, values.arrivals == "recorded")
+    workload = WorkloadSpec(lengths, values.arrivals == "recorded")
     return Problem(workload, objectives, builder.build, values.devices, values.seed), builder
 
 
-def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidateBuilder) -> Space:
+def space(values: flags.FlagValues, builder: CandidateBuilder | ProfiledCandidateBuilder) -> CandidateSource:
     profiled = isinstance(builder, ProfiledCandidateBuilder)
     for name, words in (("transfers", TransferMode), ("schedules", Schedule)):
         unknown = [each for each in getattr(values, name) if each not in list(words)]
         if unknown:
             raise FlagError(f"--{name} names {unknown[0]!r}, must be of {', '.join(words)}")
     hosts = {} if profiled else hosts_of(values)
-    found = Space(
+    found = CandidateSource(
         values.devices,
         int_list(values.tps, "tps"),
         int_list(values.pps, "pps"),
@@ -401,7 +401,7 @@ def answer(values: flags.FlagValues) -> int:
     if values.quick:
         return quick(values, problem, search_space, console)
     with progress() as bar:
-        search = Search(problem, seeds=values.seeds, most=values.most, on_progress=progress_callback(bar))
+        search = SearchRun(problem, seeds=values.seeds, most=values.most, on_progress=progress_callback(bar))
         found = search.over(search_space)
         recommendation = recommend(problem, found, search.tolerance)
         others = variations_of(problem, builder, recommendation) if values.sensitivity else {}
@@ -436,8 +436,8 @@ def answer(values: flags.FlagValues) -> int:
     return 0
 
 
-def quick(values: flags.FlagValues, problem: Problem, search_space: Space, console: Console) -> int:
-    feasible = Search(problem).with_limits(search_space)
+def quick(values: flags.FlagValues, problem: Problem, search_space: CandidateSource, console: Console) -> int:
+    feasible = SearchRun(problem).with_limits(search_space)
     console.print(tables.bounds(problem, feasible), highlight=False)
     if values.rate:
         factors = values.p_correction_factor, values.d_correction_factor
@@ -447,7 +447,7 @@ def quick(values: flags.FlagValues, problem: Problem, search_space: Space, conso
 
 
 def variations_of(
-    problem: Problem, builder: CandidateBuilder | ProfiledCandidateBuilder, recommendation: Recommendation
+    problem: Problem, builder: CandidateBuilder | ProfiledCandidateBuilder, recommendation: RecommendedPlan
 ) -> dict[str, Problem]:
     """Returns the variants of the problem. Half the link is tried only if disaggregation won, since a pair of pools
     that lost cannot gain by it."""
@@ -460,7 +460,7 @@ def variations_of(
     return found
 
 
-def asked(values: flags.FlagValues, problem: Problem, recommendation: Recommendation) -> list[str]:
+def asked(values: flags.FlagValues, problem: Problem, recommendation: RecommendedPlan) -> list[str]:
     """Returns lines on --rate and on a fifth less and more; a plan carries rates up to its goodput."""
     if not values.rate:
         return []
@@ -481,7 +481,7 @@ def length_limit(values: flags.FlagValues, problem: Problem) -> list[str]:
     return [f"max_model_len is {most}, the workload's longest request{left_out}: longer ones will be refused"]
 
 
-def placed(candidate: Candidate) -> list[str]:
+def placed(candidate: PlanCandidate) -> list[str]:
     """Returns the workers of each fast domain, if the plan's pairs keep within such domains."""
     units = paired(candidate.mesh, candidate.domain_devices) if candidate.domain_devices else ()
     return [f"placement: {unit}" for unit in units]

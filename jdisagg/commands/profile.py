@@ -21,7 +21,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.profile import Profile
 from jdisagg.core.settings import Settings
 from jdisagg.named_models import located
-from jdisagg.profiling.profiler import Profiler, describe_machine, show_profile
+from jdisagg.profiling.profiler import ProfileRunner, describe_machine, show_profile
 from jdisagg.serve.deploy.assemble import load_executors, warm
 from jdisagg.serve.deploy.deployment import mesh_of, resolve_deployment
 
@@ -67,7 +67,7 @@ def take(settings: Settings, rounds: int, console: Console) -> Profile:
     with bar:
         executors = load_executors(deployment, settings, all_devices)
         warm(executors, on_progress)
-        profiler = Profiler(deployment, settings, executors)
+        profiler = ProfileRunner(deployment, settings, executors)
         profiler.run(rounds, on_progress)
     return profiler.profile(describe_machine(all_devices[0].device_kind))
 

@@ -60,7 +60,7 @@ from jdisagg.sim.cluster_spec import (
     with_tiers,
 )
 from jdisagg.sim.cost_models import ENGINES, Model, Roofline
-from jdisagg.sim.failing import FailingCluster, Failures, describe_losses, drawn_losses, failing
+from jdisagg.sim.failing import FailingCluster, LossSchedule, describe_losses, drawn_losses, failing
 from jdisagg.sim.hardware import model_of
 from jdisagg.sim.kernel_tables import KernelTables, read_kernels, shipped_kernels
 from jdisagg.sim.measured import check_fits, cluster_spec_of
@@ -68,7 +68,7 @@ from jdisagg.sim.outcome import SLO, Point, trust, write_csv
 from jdisagg.sim.scaled import FlipCosts, ScaledCluster, describe_scaling, flips_of, scaled
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.simulation import SpanLog
-from jdisagg.sim.summary import Run, curve, latencies, summary_lines, write_json
+from jdisagg.sim.summary import SimulationRun, curve, latencies, summary_lines, write_json
 from jdisagg.sim.tiers import TierSpec, rates_said, tier_speeds
 from jdisagg.sim.traces import Trace, closed_loop
 from jdisagg.sim.traces.workloads import by_rates, cut, drawn, read_workload
@@ -267,7 +267,7 @@ def port_of(values: flags.FlagValues, mesh: MeshSpec) -> float | PortOf:
     return lambda place: devices[place.role].port_bytes_per_s * len(place.device_ids)
 
 
-def simulate(values: flags.FlagValues, rate: float) -> Run:
+def simulate(values: flags.FlagValues, rate: float) -> SimulationRun:
     trace = workload(values, rate)
     given = build(values, trace)
     log = SpanLog() if values.report else None
@@ -277,7 +277,7 @@ def simulate(values: flags.FlagValues, rate: float) -> Run:
     outcome = cluster.run(trace, clients=values.concurrency, think_s=values.think_s, asks=asks)
     took_s = time.perf_counter() - began
     cluster.check_all_ended()
-    run = Run(outcome, took_s, rate or trace.rate_rps, log)
+    run = SimulationRun(outcome, took_s, rate or trace.rate_rps, log)
     if isinstance(cluster, FailingCluster):
         return replace(run, changes=describe_losses(cluster))
     if isinstance(cluster, ScaledCluster):
@@ -291,7 +291,7 @@ def clustered(values: flags.FlagValues, given: ClusterSpec, trace: Trace, **name
         if values.autoscale != "off":
             raise ConfigError(f"--lost_every_s: who is lost is simulated without --autoscale={values.autoscale}")
         losses = drawn_losses(given.workers, values.lost_every_s, trace.span_s, values.seed)
-        return failing(given, Failures(losses, values.noticed_s, values.back_s), **named)
+        return failing(given, LossSchedule(losses, values.noticed_s, values.back_s), **named)
     if values.autoscale == "off":
         return simulated(given, **named)
     if values.cost.startswith("profile:"):
@@ -308,7 +308,7 @@ def router_of(values: flags.FlagValues) -> RouterConfig:
     return replace(PATIENT, routing=Routing(values.routing), routing_seed=values.seed)
 
 
-def sweep(values: flags.FlagValues, slo: SLO, devices: int) -> tuple[Run, list[Point]]:
+def sweep(values: flags.FlagValues, slo: SLO, devices: int) -> tuple[SimulationRun, list[Point]]:
     """Returns the run to report in full, and a point for each rate; only one whole run is kept in memory."""
     rates = rates_of(values)
     reported, points = simulate(values, rates[0]), []
@@ -356,7 +356,7 @@ def run(values: flags.FlagValues) -> int:
     return 0
 
 
-def story(values: flags.FlagValues, report_module: ModuleType, reported: Run, points: Sequence[Point]) -> Any:
+def story(values: flags.FlagValues, report_module: ModuleType, reported: SimulationRun, points: Sequence[Point]) -> Any:
     """Returns the contents of the page of --report."""
     outcome = reported.outcome
     facts = {

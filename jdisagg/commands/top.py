@@ -38,7 +38,7 @@ REQUESTS, DECISIONS = 8, 5
 Document = dict[str, Any]
 
 
-class Unanswered(JdisaggError):
+class NoAnswerError(JdisaggError):
     """Raised when the server did not answer, or not with a document."""
 
 
@@ -51,15 +51,15 @@ def fetch(url: str, api_key: str) -> Document:
             document = json.loads(reply.read(MAX_DOCUMENT_BYTES))
     except urllib.error.HTTPError as error:
         reasons = {401: "the key is missing or wrong: --api_key", 404: "nothing is recorded there: --debug_keep=0"}
-        raise Unanswered(f"{address}: {reasons.get(error.code, f'HTTP {error.code}')}") from error
+        raise NoAnswerError(f"{address}: {reasons.get(error.code, f'HTTP {error.code}')}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise Unanswered(f"{address}: {getattr(error, 'reason', None) or error}") from error
+        raise NoAnswerError(f"{address}: {getattr(error, 'reason', None) or error}") from error
     if not isinstance(document, dict) or "workers" not in document:
-        raise Unanswered(f"{address}: that is no jdisagg server")
+        raise NoAnswerError(f"{address}: that is no jdisagg server")
     return document
 
 
-class Watch:
+class DocumentHistory:
     """The latest document and a slightly earlier one, between which rates are computed."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ def cells(amounts: Mapping[str, float], colours: Mapping[str, str], width: int) 
     return bar
 
 
-def picture(watch: Watch, width: int = WIDE) -> RenderableType:
+def picture(watch: DocumentHistory, width: int = WIDE) -> RenderableType:
     """Returns the tables for a terminal of `width` columns."""
     document, is_wide = watch.last, width >= WIDE
     tables = [_workers(watch, is_wide), _links(watch), _requests(document, is_wide), _decisions(document)]
@@ -132,7 +132,7 @@ def _table(*names: str, numbers: str = "", is_wide: bool = True) -> Table:
     return table
 
 
-def _head(watch: Watch) -> Text:
+def _head(watch: DocumentHistory) -> Text:
     document, totals = watch.last, watch.last["totals"]
     hits, queries = (sum(each[name] for each in document["workers"]) for name in ("prefix_hits", "prefix_queries"))
     pace = watch.per_second(lambda each: each["totals"]["output_tokens"])
@@ -144,7 +144,7 @@ def _head(watch: Watch) -> Text:
     return text
 
 
-def _workers(watch: Watch, is_wide: bool) -> Table:
+def _workers(watch: DocumentHistory, is_wide: bool) -> Table:
     numbers = "live,in flight,cached,free,seqs,queue,tok/s,hits"
     table = _table("workers", "mesh", "pages", *numbers.split(","), numbers=numbers, is_wide=is_wide)
     for each in watch.last["workers"]:
@@ -168,7 +168,7 @@ def _mesh(worker: dict[str, Any]) -> str:
     return (f"pp{len(stages)} " if len(stages) > 1 else "") + f"tp{shards}"
 
 
-def _links(watch: Watch) -> Table:
+def _links(watch: DocumentHistory) -> Table:
     table = _table("transfers", "speed", "moved", "parts", numbers="speed,moved,parts")
     for each in watch.last["links"]:
         before = _row(watch.before, "links", source=each["source"], destination=each["destination"])
@@ -210,12 +210,12 @@ def pictures(
     fetch_document: Callable[[], Document], every_s: float, width: Callable[[], int]
 ) -> Iterator[RenderableType]:
     """Yields a picture every `every_s` seconds, for ever; the error if the server does not answer."""
-    watch = Watch()
+    watch = DocumentHistory()
     while True:
         try:
             watch.take(fetch_document())
             yield picture(watch, width())
-        except Unanswered as error:
+        except NoAnswerError as error:
             yield Text(f"{error}; trying again", "red")
         time.sleep(every_s)
 
@@ -234,7 +234,7 @@ def body(values: flags.FlagValues) -> int:
         raise FlagError(f"--url is {values.url!r}, must begin with http:// or https://")
     console = Console()
     if values.once:
-        watch = Watch()
+        watch = DocumentHistory()
         watch.take(fetch(values.url, values.api_key))
         console.print(picture(watch, console.width))
         return 0

@@ -21,7 +21,7 @@ from rich.console import Console
 from jdisagg import command, flags
 from jdisagg.core.settings import Settings
 from jdisagg.named_models import EMBEDDED_FOLDER, located
-from jdisagg.training.data import Target, open_target, read_corpus, read_or_write
+from jdisagg.training.data import TargetModel, open_target, read_corpus, read_or_write
 from jdisagg.training.heads import HeadTrainSettings, export_head, judge, open_head_run, read_head_settings, train_head
 from jdisagg.training.run import TrainSettings, finish, open_run, override, read_reports, read_settings, train
 
@@ -65,7 +65,7 @@ def train_and_export_head(settings: HeadTrainSettings, export_only: bool) -> str
     return f"thinks as its model at {first:.1%} of places one token ahead, {second:.1%} two; {settings.head.export_dir}"
 
 
-def code_of(target: Target) -> np.ndarray:
+def code_of(target: TargetModel) -> np.ndarray:
     """Returns the training corpus in the model's own tokens, i32[N]."""
     return np.concatenate(target.tokenizer.encode_all([each.text for each in read_corpus().training], False))
 

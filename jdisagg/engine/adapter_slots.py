@@ -20,14 +20,14 @@ from jdisagg.core.errors import CheckpointError
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Adapter, SamplingParams
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.model.adapted_params import AdaptedParams, FactorLeaf
+from jdisagg.model.adapted_params import AdaptedParams, FactorTensor
 from jdisagg.model.lora import MISSING, NONE, AdapterWeights, read_adapter
-from jdisagg.parallel.submesh import WHOLE, RingMesh, Submesh
+from jdisagg.parallel.submesh import WHOLE, RingMesh, StageMesh
 
 log = logging.getLogger("jdisagg.adapters")
 
 
-class Filled(NamedTuple):
+class FilledSlot(NamedTuple):
     """A layer group's factors with one slot refilled; `slot` becomes ready when that is done."""
 
     factors: list[Array]
@@ -37,7 +37,7 @@ class Filled(NamedTuple):
 class SlotPrograms:
     """The program that fills an adapter slot of one layer group's factors, or of a ring's."""
 
-    def __init__(self, params: AdaptedParams, mesh: Submesh | RingMesh) -> None:
+    def __init__(self, params: AdaptedParams, mesh: StageMesh | RingMesh) -> None:
         self.params, self.mesh = params, mesh
         held = [each.spec() for each in params.factors]
         specs = held, WHOLE, [each.spec(new=True) for each in params.factors]
@@ -50,7 +50,7 @@ class SlotPrograms:
         return [put(held, one, slot, each.slot_axis) for each, held, one in pairs], slot[None]
 
     def declared(self, stage: int) -> DeclaredProgram:
-        leaves: Sequence[FactorLeaf] = self.params.factors
+        leaves: Sequence[FactorTensor] = self.params.factors
         whole = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.mesh.sharding(WHOLE))
         batch = [each.struct() for each in leaves], whole, [each.struct(new=True) for each in leaves]
         moved = sum(each.dtype.itemsize * each.size for each in batch[2])
@@ -60,7 +60,7 @@ class SlotPrograms:
     def put(self, slot: int, weights: AdapterWeights) -> None:
         new = [each.new(weights) for each in self.params.factors]
         first, leaves = self.params.first, self.params.leaves
-        filled = Filled(*self.fill(leaves[first:], self.mesh.put(np.asarray(slot, np.int32)), new))
+        filled = FilledSlot(*self.fill(leaves[first:], self.mesh.put(np.asarray(slot, np.int32)), new))
         leaves[first:] = filled.factors
 
 

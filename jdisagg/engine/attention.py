@@ -14,7 +14,7 @@ from jdisagg.core.model_config import AttentionOptions
 from jdisagg.model.latent_attention import LatentQueries
 from jdisagg.model.network import Attend, OptionsOf
 from jdisagg.model.params import StageParams, dotted
-from jdisagg.parallel.submesh import WHOLE, Submesh
+from jdisagg.parallel.submesh import WHOLE, StageMesh
 from pallas_kernels import QuantizedPages, paged_attention, prefill_attention, write_kv_pages
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
@@ -254,7 +254,7 @@ def _rows_of(q: Array | LatentQueries, rows: slice) -> Array | LatentQueries:
 TABLE = "embed"
 
 
-def by_rows(params: StageParams, submesh: Submesh) -> StageParams:
+def by_rows(params: StageParams, submesh: StageMesh) -> StageParams:
     """Returns the weights, or their shapes, with the embedding table row-major; unchanged on platforms other than
     TPU."""
     if submesh.devices[0].platform != "tpu":
@@ -264,7 +264,7 @@ def by_rows(params: StageParams, submesh: Submesh) -> StageParams:
     return replace(params, leaves=[_by_rows(leaf, submesh) if dotted(path) == TABLE else leaf for path, leaf in named])
 
 
-def _by_rows(table: Any, submesh: Submesh) -> Any:
+def _by_rows(table: Any, submesh: StageMesh) -> Any:
     form = submesh.row_major(WHOLE, 2)
     if isinstance(table, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=form)

@@ -10,7 +10,7 @@ from itertools import count
 from threading import Lock
 
 from jdisagg.core.request import WorkerId
-from jdisagg.engine.compiled import Facts, compile_declared, complaints
+from jdisagg.engine.compiled import CompileStats, compile_declared, complaints
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.programs import ProgramTable
 from jdisagg.engine.ring_declarations import RingTable
@@ -20,13 +20,13 @@ Progress = Callable[[DeclaredProgram, int, int], None]
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedProgram:
     """The result for a declared program. `alike`: compiled for this program or one that differs only in devices; else
     the facts are those of the largest program of its family, an upper bound."""
 
     worker: WorkerId
     declared: DeclaredProgram
-    facts: Facts
+    facts: CompileStats
     alike: bool
     complaints: list[str]
 
@@ -70,12 +70,12 @@ def check(
     declared: Sequence[tuple[WorkerId, DeclaredProgram]],
     every: bool,
     progress: Progress = lambda declared, done, total: None,
-) -> list[Checked]:
+) -> list[CheckedProgram]:
     """Compiles the chosen programs, see `chosen`. `progress` is called before each program."""
     picked = chosen((each for _, each in declared), every)
     python, begun = Lock(), count()
 
-    def facts_of(each: DeclaredProgram) -> Facts:
+    def facts_of(each: DeclaredProgram) -> CompileStats:
         progress(each, next(begun), len(picked))
         return compile_declared(each, python)
 
@@ -86,11 +86,11 @@ def check(
         key = each.like if every else each.family
         alike = picked[key].like == each.like
         wrong = complaints(picked[key], facts[key]) if picked[key] is each else []
-        found.append(Checked(worker, each, facts[key], alike, wrong))
+        found.append(CheckedProgram(worker, each, facts[key], alike, wrong))
     return found
 
 
-def memory_of(table: ProgramTable, checked: Sequence[Checked]) -> list[StageMemory]:
+def memory_of(table: ProgramTable, checked: Sequence[CheckedProgram]) -> list[StageMemory]:
     """Returns the memory per group of devices of the worker; `checked` are all programs that run on it, transfers
     included."""
     if isinstance(table, RingTable):
@@ -102,7 +102,7 @@ def memory_of(table: ProgramTable, checked: Sequence[Checked]) -> list[StageMemo
     ]
 
 
-def _memory(table: ProgramTable, stages: tuple[int, ...], checked: Sequence[Checked]) -> StageMemory:
+def _memory(table: ProgramTable, stages: tuple[int, ...], checked: Sequence[CheckedProgram]) -> StageMemory:
     here = [each for each in checked if each.declared.stage in stages]
     counts = _state_bytes(table) if len(table.layer_groups) - 1 in stages else 0
     return StageMemory(
@@ -117,7 +117,7 @@ def _memory(table: ProgramTable, stages: tuple[int, ...], checked: Sequence[Chec
     )
 
 
-def _ring_memory(table: RingTable, checked: Sequence[Checked]) -> StageMemory:
+def _ring_memory(table: RingTable, checked: Sequence[CheckedProgram]) -> StageMemory:
     """Returns the memory of a ring's devices: each holds one layer per position, its share of both tables, and the
     counts of all slots."""
     stages, bare = tuple(range(table.config.decode.n)), table.pool_bytes(0)
@@ -137,7 +137,7 @@ def _ring_memory(table: RingTable, checked: Sequence[Checked]) -> StageMemory:
     )
 
 
-def _kv_bytes(table: ProgramTable, stage: int, checked: Sequence[Checked]) -> int:
+def _kv_bytes(table: ProgramTable, stage: int, checked: Sequence[CheckedProgram]) -> int:
     """Returns the bytes that the compiled programs alias, which are the pools in the chip's layout; else their size
     without padding."""
     bare = table.pool_bytes(stage)

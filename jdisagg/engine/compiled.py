@@ -22,7 +22,7 @@ TEMP_LIMIT_BYTES = 64 * MIB  # besides activations; more means that a pool or a 
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CompileStats:
     """The compiler's results for one program; bytes are of one device. `why` is the reason if there is no program; then
     the numbers are 0."""
 
@@ -42,7 +42,7 @@ class Facts:
         return sent_by(self.across, hosts, declared.loops)
 
 
-def compile_declared(declared: DeclaredProgram, python: Lock) -> Facts:
+def compile_declared(declared: DeclaredProgram, python: Lock) -> CompileStats:
     """Compiles a program completely for the chip of its submesh; runs nothing. A refusal is a result, not an error.
     `python` is held except during compilation, which lets other threads run."""
     start_s = time.monotonic()
@@ -52,17 +52,17 @@ def compile_declared(declared: DeclaredProgram, python: Lock) -> Facts:
             lowered = declared.program.lower(*declared.arguments)
         compiled = lowered.compile()
     except Exception as error:  # tracing, Mosaic, Triton and XLA each raise their own kinds
-        return Facts(time.monotonic() - start_s, why=_first_line(error))
+        return CompileStats(time.monotonic() - start_s, why=_first_line(error))
     seconds = time.monotonic() - start_s
     with python:
         return _read(compiled, seconds)
 
 
-def _read(compiled: Any, seconds: float) -> Facts:
+def _read(compiled: Any, seconds: float) -> CompileStats:
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend says nothing about memory"
     module = parsed(compiled.as_text() or "")
-    return Facts(
+    return CompileStats(
         seconds,
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -75,7 +75,7 @@ def _read(compiled: Any, seconds: float) -> Facts:
     )
 
 
-def complaints(declared: DeclaredProgram, facts: Facts) -> list[str]:
+def complaints(declared: DeclaredProgram, facts: CompileStats) -> list[str]:
     """Returns the faults of a program that should be sound on every target; [] if there are none."""
     if facts.why:
         return [facts.why]

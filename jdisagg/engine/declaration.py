@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.parallel.submesh import WHOLE, Program, RingMesh, Signature, Submesh, signature_of
+from jdisagg.parallel.submesh import WHOLE, Program, RingMesh, Signature, StageMesh, signature_of
 
 UNITS = {  # of sizes; tokens for other kinds
     "decode": "pages",
@@ -36,7 +36,7 @@ class DeclaredProgram:
     size: int  # bucket: tokens of a chunk, pages of a table or a transfer, rows of a sampling program
     program: Program
     batch: tuple[Any, ...]  # arguments, as shapes, beyond the weights and pools that the layer group holds
-    submesh: Submesh | RingMesh
+    submesh: StageMesh | RingMesh
     layers: range = range(0)  # layers of the model
     weights: Any = None  # shapes of the first argument; None if it reads no weights
     pools: list[jax.ShapeDtypeStruct] | None = None  # of `layers`, the next argument; None without pools
@@ -76,7 +76,7 @@ class DeclaredProgram:
         return (self.kind, self.submesh.tp, *self.traits)
 
 
-def whole(submesh: Submesh, shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+def whole(submesh: StageMesh, shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array that is replicated on every shard of the submesh."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=submesh.sharding(WHOLE))
 

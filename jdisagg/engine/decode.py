@@ -27,10 +27,10 @@ from jdisagg.engine.adapter_slots import AdapterSlots
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.sampling import (
     BatchSampling,
-    Counts,
     Put,
-    SamplingMetadata,
     SamplingRows,
+    SamplingTensors,
+    TokenCounters,
     counted,
     history_rows,
     is_stop,
@@ -41,9 +41,9 @@ from jdisagg.engine.sampling import (
     with_row,
 )
 from jdisagg.engine.spec.grammar_masks import GrammarMasks, masked
-from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.grammars.grammars import CompiledGrammars
 from jdisagg.model.lora import NONE
-from jdisagg.parallel.submesh import Program, RingMesh, Submesh
+from jdisagg.parallel.submesh import Program, RingMesh, StageMesh
 
 DrawnRows = tuple[tuple[int, tuple[Sampled, ...] | None], ...]
 TOKEN, POSITION, STOPPED, ENABLED = range(4)  # rows of a state
@@ -58,7 +58,7 @@ def steered(state: Array, delta: Array) -> Array:
     return jnp.stack([token, position, jnp.where(admitted, 0, state[STOPPED]), delta[ENABLED]])
 
 
-def advanced(state: Array, tokens: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
+def advanced(state: Array, tokens: Array, metadata: SamplingTensors) -> tuple[Array, Array]:
     """Returns the state after sampling the tokens i32[B], and the reported tokens, MASKED for masked slots. A slot
     whose logits were not finite reports BROKEN once and is masked from then on."""
     alive = (state[ENABLED] == 1) & (state[STOPPED] == 0)
@@ -68,19 +68,25 @@ def advanced(state: Array, tokens: Array, metadata: SamplingMetadata) -> tuple[A
     return jnp.stack([fed, position, stopped.astype(jnp.int32), state[ENABLED]]), jnp.where(alive, tokens, MASKED)
 
 
-def draw_greedy(logits: Array, state: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
+def draw_greedy(logits: Array, state: Array, metadata: SamplingTensors) -> tuple[Array, Array]:
     return advanced(state, pick_greedy(logits), metadata)
 
 
-def draw(logits: Array, state: Array, metadata: SamplingMetadata, counts: Counts) -> tuple[Array, Array]:
+def draw(logits: Array, state: Array, metadata: SamplingTensors, counts: TokenCounters) -> tuple[Array, Array]:
     return advanced(state, pick(logits, metadata, counts, state[POSITION] + 1), metadata)
 
 
-class Microbatch:
+class MicrobatchState:
     """Slots first_slot to first_slot + B: the host's copy and the arrays on the device that samples."""
 
     def __init__(
-        self, first_slot: int, size: int, max_pages: int, vocab_size: int, put: Put, grammars: Grammars | None = None
+        self,
+        first_slot: int,
+        size: int,
+        max_pages: int,
+        vocab_size: int,
+        put: Put,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         """Allocates the arrays; put: copies host arrays to the device that samples."""
         self.first_slot, self.size, self.put = first_slot, size, put
@@ -92,8 +98,8 @@ class Microbatch:
         self.metadata = self.rows.on(put)
         self.state = put(np.zeros((4, size), np.int32))
         empty = np.zeros((size, vocab_size), np.bool_), np.zeros((size, vocab_size), np.int32)
-        self.counts = Counts(*put(empty))
-        self.tables: dict[Submesh | RingMesh, Array] = {}  # page tables as last sent, all of one width
+        self.counts = TokenCounters(*put(empty))
+        self.tables: dict[StageMesh | RingMesh, Array] = {}  # page tables as last sent, all of one width
 
     def take(self, plan: DecodeRows) -> np.ndarray | None:
         """Applies the plan to the host copy; returns the delta i32[4, B] to send, or None if the state is unchanged."""
@@ -127,7 +133,7 @@ class Microbatch:
         self.rows.set(row, admission.sampling, admission.position - admission.num_output + 1)
         delta[:ENABLED, row] = admission.token, admission.position, 1
 
-    def table_on(self, submesh: Submesh | RingMesh, width: int) -> Array:
+    def table_on(self, submesh: StageMesh | RingMesh, width: int) -> Array:
         """Returns i32[B, width] on every shard of `submesh`, one wider with adapters; sent only if it changed."""
         held = self.tables.get(submesh)
         if held is None or held.shape[1] != width + (self.rows.adapters is not None):
@@ -145,7 +151,7 @@ class Microbatch:
             self.rows.adapters = np.array(found, np.int32)
             self.tables.clear()
 
-    def send_changes(self, plan: DecodeRows, steer: Program, set_row: Callable[..., Counts]) -> None:
+    def send_changes(self, plan: DecodeRows, steer: Program, set_row: Callable[..., TokenCounters]) -> None:
         """Sends the plan's changes to the device, as one small delta; sends nothing in steady state."""
         delta = self.take(plan)
         if delta is not None:
@@ -170,7 +176,7 @@ class Microbatch:
         return self.rows.batch
 
 
-class Drawing(Protocol):
+class PendingSamples(Protocol):
     """The samples of a step's decode rows, being copied to the host."""
 
     def read(self) -> DrawnRows:
@@ -233,18 +239,18 @@ class Decoder(DrawPrograms):
         layer_groups: Sequence[LayerGroup],
         config: WorkerConfig,
         vocab_size: int,
-        grammars: Grammars | None = None,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         super().__init__()
         self.layer_groups, self.config = layer_groups, config
         put = partial(jax.device_put, device=layer_groups[-1].submesh.reader)  # each process samples for itself
         size, max_pages = config.stage_slots, config.table_buckets[-1]
         self.microbatches = [
-            Microbatch(index * size, size, max_pages, vocab_size, put, grammars)
+            MicrobatchState(index * size, size, max_pages, vocab_size, put, grammars)
             for index in range(config.stage_batches)
         ]
 
-    def begin(self, plan: DecodeRows) -> Microbatch:
+    def begin(self, plan: DecodeRows) -> MicrobatchState:
         """Returns the microbatch of the step after sending the plan's changes."""
         most = max(1 + self.config.tokens_ahead, self.config.decode.steps_per_dispatch)
         assert max(plan.widths, default=1) <= most, f"rows of {plan.widths} tokens where no program draws so many"
@@ -252,13 +258,13 @@ class Decoder(DrawPrograms):
         batch.send_changes(plan, self.steer, self.set_row)
         return batch
 
-    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
+    def inputs(self, group: LayerGroup, batch: MicrobatchState, width: int) -> tuple[Array, ...]:
         """Returns the page table i32[B, width] and the state i32[4, B] on the group's devices."""
         drawn_there = group is self.layer_groups[-1] and group.submesh.tp == 1
         state = batch.state if drawn_there else group.submesh.spread(batch.state)
         return batch.table_on(group.submesh, width), state
 
-    def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
+    def finish(self, batch: MicrobatchState, plan: DecodeRows, logits: Array) -> PendingSamples:
         """Samples tokens and the next state from one step's logits f32[B, V] on the device that samples."""
         sampling, allowed = batch.batch_sampling(plan.active), batch.allowed(plan.active)
         tokens = self._draw(batch, logits if allowed is None else self.mask(logits, allowed), sampling)
@@ -267,7 +273,7 @@ class Decoder(DrawPrograms):
             array.copy_to_host_async()
         return PendingRows(plan, batch.first_slot, tokens, sampling.wanted, logprobs)
 
-    def _draw(self, batch: Microbatch, logits: Array, sampling: BatchSampling) -> Array:
+    def _draw(self, batch: MicrobatchState, logits: Array, sampling: BatchSampling) -> Array:
         if sampling.plain:
             batch.state, tokens = self.draw_greedy(logits, batch.state, batch.metadata)
             return tokens

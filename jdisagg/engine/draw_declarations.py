@@ -14,13 +14,13 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes, logit_bytes
 from jdisagg.engine.decode import DrawPrograms
 from jdisagg.engine.prefill import FirstDrawPrograms
-from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
+from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, SamplingTensors, TokenCounters
 from jdisagg.model.grammars.grammars import mask_words
-from jdisagg.parallel.submesh import Device, Program, Submesh
+from jdisagg.parallel.submesh import Device, Program, StageMesh
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SamplingShapes:
     """The inputs of sampling, and the one device that samples: the first of the last stage."""
 
     model: ModelConfig
@@ -40,7 +40,7 @@ class Drawn:
 
     @property
     def metadata(self) -> Any:
-        return SamplingMetadata(self.ints(self.rows, INT_COLUMNS), self.of((self.rows, FLOAT_COLUMNS), jnp.float32))  # pyright: ignore[reportArgumentType]
+        return SamplingTensors(self.ints(self.rows, INT_COLUMNS), self.of((self.rows, FLOAT_COLUMNS), jnp.float32))  # pyright: ignore[reportArgumentType]
 
     @property
     def masks(self) -> Any:
@@ -49,16 +49,16 @@ class Drawn:
     @property
     def counts(self) -> Any:
         shape = (self.rows, self.model.vocab_size)
-        return Counts(self.of(shape, jnp.bool_), self.of(shape, jnp.int32))  # pyright: ignore[reportArgumentType]
+        return TokenCounters(self.of(shape, jnp.bool_), self.of(shape, jnp.int32))  # pyright: ignore[reportArgumentType]
 
     def program(self, kind: str, program: Program, batch: tuple, donated: int = 0) -> DeclaredProgram:
-        room, submesh = logit_bytes(self.model, self.rows), Submesh([self.device])
+        room, submesh = logit_bytes(self.model, self.rows), StageMesh([self.device])
         return DeclaredProgram(
             kind, self.stage, self.rows, program, batch, submesh, batch_bytes=room, donated_bytes=donated
         )
 
 
-def declared_first_draws(programs: FirstDrawPrograms, drawn: Drawn) -> list[DeclaredProgram]:
+def declared_first_draws(programs: FirstDrawPrograms, drawn: SamplingShapes) -> list[DeclaredProgram]:
     positions = drawn.ints(drawn.rows)
     return [
         drawn.program("draw first greedy", programs.greedy, (drawn.logits,)),
@@ -68,7 +68,7 @@ def declared_first_draws(programs: FirstDrawPrograms, drawn: Drawn) -> list[Decl
     ]
 
 
-def declared_draws(programs: DrawPrograms, drawn: Drawn) -> list[DeclaredProgram]:
+def declared_draws(programs: DrawPrograms, drawn: SamplingShapes) -> list[DeclaredProgram]:
     state, tokens, vocab_size = drawn.ints(4, drawn.rows), drawn.ints(drawn.rows), drawn.model.vocab_size
     row = drawn.ints(), drawn.of((vocab_size,), jnp.bool_), drawn.ints(vocab_size)
     output, both = local_bytes(drawn.counts.output), sum(map(local_bytes, drawn.counts))

@@ -42,7 +42,7 @@ class Shipment(Protocol):
         ...
 
 
-class PagesPacked(Protocol):
+class PendingPages(Protocol):
     """Packed pages on the way to tiers below HBM."""
 
     def read(self) -> tuple[np.ndarray, bool]:
@@ -89,7 +89,7 @@ class Executor(Protocol):
 class TieredExecutor(Executor, Protocol):
     """An executor whose pages may also be in tiers below HBM."""
 
-    def pack_pages(self, pages: Sequence[int]) -> PagesPacked:
+    def pack_pages(self, pages: Sequence[int]) -> PendingPages:
         """Packs pages of HBM in program order, as records: see `kv/tiers/records.py`."""
         ...
 

@@ -24,7 +24,7 @@ _BODY = re.compile(r"\bbody=%?([\w.-]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
+class InstructionInfo:
     """One instruction. `shape` is that of its result, perhaps of several arrays. `called` are the computations it runs,
     including a loop's condition and a reduction's operator. `body` is a loop's body; `line` is the whole text."""
 
@@ -38,16 +38,16 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Module:
+class HloProgram:
     """A parsed program; `entry` names the computation that is run."""
 
-    computations: dict[str, list[Instruction]]
+    computations: dict[str, list[InstructionInfo]]
     entry: str
 
 
-def parsed(hlo: str) -> Module:
+def parsed(hlo: str) -> HloProgram:
     """Parses the whole text of a compiled program."""
-    found, entry, here = dict[str, list[Instruction]](), "", list[Instruction]()
+    found, entry, here = dict[str, list[InstructionInfo]](), "", list[InstructionInfo]()
     for line in hlo.splitlines():
         head = None if line.startswith(" ") else _COMPUTATION.match(line)
         if head is not None:
@@ -55,10 +55,10 @@ def parsed(hlo: str) -> Module:
             entry = head["name"] if head["entry"] else entry
         else:
             here += _instructions(line)
-    return Module(found, entry)
+    return HloProgram(found, entry)
 
 
-def _instructions(line: str) -> Iterator[Instruction]:
+def _instructions(line: str) -> Iterator[InstructionInfo]:
     match = _INSTRUCTION.match(line)
     if match is not None:
         # The called computations precede the backend's settings, which contain the whole code of a kernel.
@@ -66,7 +66,7 @@ def _instructions(line: str) -> Iterator[Instruction]:
         called = (name.strip(" %") for group in _CALLED.findall(said) for name in group.split(","))
         body = _BODY.search(said)
         operands = tuple(_OPERAND.findall(match["operands"]))
-        yield Instruction(
+        yield InstructionInfo(
             match["name"], match["opcode"], match["shape"], operands, tuple(called), body and body[1], line
         )
 
@@ -88,7 +88,7 @@ _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\
 STARTS = {kind + "-start": kind for kind in KINDS}
 
 
-def read_collectives(module: Module) -> tuple[Collective, ...]:
+def read_collectives(module: HloProgram) -> tuple[Collective, ...]:
     """Returns the collectives of a compiled program."""
     depths = _depths(module)
     found, read = list[Collective](), set[str]()
@@ -101,7 +101,7 @@ def read_collectives(module: Module) -> tuple[Collective, ...]:
     return tuple(found)
 
 
-def chains(module: Module, instruction: Instruction) -> list[str]:
+def chains(module: HloProgram, instruction: InstructionInfo) -> list[str]:
     """Returns the chains that a fusion runs a step of: the compiler splits a collective into steps and fuses them with
     products."""
     if instruction.opcode != "fusion":
@@ -110,13 +110,13 @@ def chains(module: Module, instruction: Instruction) -> list[str]:
     return [chain for each in inner if (chain := _chain(each))]
 
 
-def _chain(instruction: Instruction) -> str:
+def _chain(instruction: InstructionInfo) -> str:
     """Returns the name of the chain that the instruction is a step of; "" if it is none."""
     found = _CHAIN.search(instruction.line) if instruction.opcode in KINDS else None
     return "" if found is None else found[0]
 
 
-def _depths(module: Module) -> dict[str, int]:
+def _depths(module: HloProgram) -> dict[str, int]:
     """Returns for each computation the number of nested loops in which it runs."""
     found, left = dict[str, int](), [(module.entry, 0)]
     while left:
@@ -129,7 +129,7 @@ def _depths(module: Module) -> dict[str, int]:
     return found
 
 
-def collective_of(instruction: Instruction, *, depth: int) -> Collective | None:
+def collective_of(instruction: InstructionInfo, *, depth: int) -> Collective | None:
     """Returns what the instruction sends; None if it is no collective, or only the end of one."""
     kind = STARTS.get(instruction.opcode, instruction.opcode)
     if kind not in KINDS:

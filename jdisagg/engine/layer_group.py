@@ -27,14 +27,14 @@ from jdisagg.engine.declaration import abstract
 from jdisagg.engine.expert_load import ExpertLoad, tokens_sent
 from jdisagg.engine.pooling import pooled
 from jdisagg.engine.sampling import token_logprobs
-from jdisagg.kv.pools import POOL_SPEC, PoolForm, StagePages, pool_format
+from jdisagg.kv.pools import POOL_SPEC, PagePoolLayout, StagePages, pool_format
 from jdisagg.model.adapted_params import with_room
 from jdisagg.model.looped_params import LoopedParams
 from jdisagg.model.lora import AdapterCapacity, give_rows
 from jdisagg.model.network import Layer, OptionsOf, Stage
 from jdisagg.model.params import StageParams
-from jdisagg.model.rope import Rotation
-from jdisagg.parallel.submesh import WHOLE, Program, Submesh
+from jdisagg.model.rope import RotaryTable
+from jdisagg.parallel.submesh import WHOLE, Program, StageMesh
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 
@@ -69,7 +69,7 @@ class PagedLayers:
         self._kinds: dict[Any, Callable[..., tuple[Array, Pool, list[Array]]]] = {}
         self._sent: list[Array] = []
 
-    def __call__(self, layer: Layer, x: Array, rotation: Rotation, index: int) -> Array:
+    def __call__(self, layer: Layer, x: Array, rotation: RotaryTable, index: int) -> Array:
         graph, leaves = nnx.split(layer)
         kind = graph, self.options_of(index)
         if kind not in self._kinds:
@@ -97,7 +97,7 @@ def run_layer(
     leaves: nnx.State[Any, Any],
     pool: Pool,
     x: Array,
-    rotation: Rotation,
+    rotation: RotaryTable,
     rows: DecodeAttentionRows | None,
     chunks: ChunkRows | None,
     live: Array,
@@ -201,7 +201,7 @@ class Chunks:
     table: Array  # i32[S, W]
 
 
-class MixedOut(NamedTuple):
+class MixedResults(NamedTuple):
     """The results of the last group for decode rows and chunks together."""
 
     decode_logits: Array  # f32[B, V]
@@ -216,17 +216,17 @@ class LayerGroupPrograms:
         self,
         config: ModelConfig,
         layers: range,
-        submesh: Submesh,
+        submesh: StageMesh,
         params: StageParams,
         room: AdapterCapacity | None = None,
         *,
-        form: PoolForm | None = None,
+        form: PagePoolLayout | None = None,
     ) -> None:
         """Builds the programs. room: capacity for LoRA adapters; None: rows have no adapters. form: of the page pools;
         None: of pools without quantization codes."""
         self.config, self.layers, self.submesh, self.params = config, layers, submesh, by_rows(params, submesh)
         self.adapters: SlotPrograms | None = None
-        self.form = form or PoolForm(pool_format(submesh))
+        self.form = form or PagePoolLayout(pool_format(submesh))
         if room is not None:
             self.params = adapted = with_room(self.params, config, layers, room, submesh)
             self.adapters = SlotPrograms(adapted, submesh)
@@ -432,12 +432,12 @@ class LayerGroup(LayerGroupPrograms):
         params: StageParams,
         config: ModelConfig,
         layers: range,
-        submesh: Submesh,
+        submesh: StageMesh,
         layout: KVLayout,
         num_pages: int,
         room: AdapterCapacity | None = None,
     ) -> None:
-        form = partial(PoolForm.of, layout, num_pages=num_pages, submesh=submesh)
+        form = partial(PagePoolLayout.of, layout, num_pages=num_pages, submesh=submesh)
         super().__init__(config, layers, submesh, params, room, form=form(len(layers)))
         self.form = form(len(self.kv_layers))
         self.kv = StagePages(layout, self.kv_layers, num_pages, submesh, joined=self.joined)
@@ -462,14 +462,14 @@ class LayerGroup(LayerGroupPrograms):
         self.load.leaves(counts)
         return result
 
-    def mixed(self, slot_table: Array, state: Array, chunks: Chunks, x: Array | None) -> MixedOut | Array:
+    def mixed(self, slot_table: Array, state: Array, chunks: Chunks, x: Array | None) -> MixedResults | Array:
         """Runs decode rows and a chunk: activations [B + T, hidden] -> those after this one, or the last group's
         results."""
         batch = slot_table, state, chunks.rows, chunks.spans, chunks.table
         self.kv.pools, *results = self.mixed_program(self.params.leaves, self.kv.pools, *batch, x)
         made = 3 if self.is_last else 1
         self.load.leaves(results[made:])
-        return MixedOut(*results[:made]) if self.is_last else results[0]
+        return MixedResults(*results[:made]) if self.is_last else results[0]
 
     def head(self, x: Array, rows: np.ndarray) -> Array:
         """Returns the logits f32[S, V] of the rows i32[S] of x [T, hidden]."""

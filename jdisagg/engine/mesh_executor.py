@@ -50,8 +50,8 @@ from jdisagg.engine.spec.eagle import EagleLayerGroup
 from jdisagg.kv.pools import PagesOfStage
 from jdisagg.kv.shipping import (
     ErrorMonitor,
-    LandedKV,
-    PackedKV,
+    PackedMove,
+    ReceivedSlices,
     TransferPrograms,
     check_landed,
     insert_landed,
@@ -62,13 +62,13 @@ from jdisagg.kv.shipping import (
 )
 from jdisagg.kv.tiers.records import RecordLayout, fill_records, land_records
 from jdisagg.model.draft_head import HeadModel
-from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.grammars.grammars import CompiledGrammars
 from jdisagg.model.looped_params import load_for_platform, load_held, whole_stage
 from jdisagg.model.params import StageParams, StageSpec, load_stage
 from jdisagg.model.reshard import HeldWeights
 from jdisagg.model.ring_params import load_ring
-from jdisagg.model.sources import Source
-from jdisagg.parallel.submesh import Device, RingMesh, Submesh, shards_here
+from jdisagg.model.sources import TensorSource
+from jdisagg.parallel.submesh import Device, RingMesh, StageMesh, shards_here
 
 # Moves pages between HBM and the records of lower tiers: the device side of `kv/tiers`.
 
@@ -78,7 +78,7 @@ class PackedPages:
     """Pages that were packed as records, in program order."""
 
     form: RecordLayout
-    packed: list[PackedKV]
+    packed: list[PackedMove]
     count: int
     error_bound: float
 
@@ -95,7 +95,7 @@ class TierPages:
         self,
         config: WorkerConfig,
         stages: Sequence[PagesOfStage],
-        programs: Mapping[Submesh, TransferPrograms],
+        programs: Mapping[StageMesh, TransferPrograms],
         draft: DraftPages | None = None,
     ) -> None:
         """Takes the pools by stage; draft: set if the last stage's pages are a draft model's."""
@@ -108,7 +108,7 @@ class TierPages:
         packed = pack_pages(self.stages, self.programs, self.form.shapes, pages, pages, wire=wire)
         return PackedPages(self.form, packed, len(pages), self.config.error_bound)
 
-    def land(self, pages: Sequence[int], records: np.ndarray, good: Sequence[bool]) -> list[LandedKV]:
+    def land(self, pages: Sequence[int], records: np.ndarray, good: Sequence[bool]) -> list[ReceivedSlices]:
         """Starts the copy of records to the devices, for these pages; a record that is not `good` goes to the null
         page."""
         places = [page if fine else NULL_PAGE for page, fine in zip(pages, good, strict=True)]
@@ -127,8 +127,8 @@ class MeshShipment:
     """Packed pages in transfer; see `executor.Shipment`."""
 
     transfer: KVTransfer
-    landed: list[LandedKV]
-    packed: list[PackedKV]
+    landed: list[ReceivedSlices]
+    packed: list[PackedMove]
 
     def wait_packed(self) -> None:
         jax.block_until_ready([each.slices for each in self.packed])
@@ -141,18 +141,18 @@ class MeshShipment:
         return sum(array.nbytes for each in self.packed for array in jax.tree.leaves(each.slices))
 
 
-class Landed(Protocol):
+class LandedShipment(Protocol):
     """A shipment that has arrived at its destination, from any kind of source."""
 
     @property
     def transfer(self) -> KVTransfer: ...
 
     @property
-    def landed(self) -> list[LandedKV]: ...
+    def landed(self) -> list[ReceivedSlices]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class MemoryStats:
     """Memory and program counts of an executor, for reports."""
 
     weights_bytes: int
@@ -160,20 +160,20 @@ class Figures:
     num_programs: int  # compiled so far
 
 
-LoadStage = Callable[[Source, StageSpec], StageParams]
+LoadStage = Callable[[TensorSource, StageSpec], StageParams]
 
 
 @dataclass(frozen=True)
-class Place:
+class ExecutorSpec:
     """The arguments that an executor was made with; a reshape makes another executor from them on the same devices."""
 
-    source: Source
+    source: TensorSource
     layout: KVLayout
     layers: tuple[range, ...]
     devices: tuple[Device, ...]
     dtype: DTypeLike
     weights: WeightFormat
-    grammars: Grammars | None
+    grammars: CompiledGrammars | None
     draft: DraftModel | HeadModel | None = None  # the draft model or draft head
 
 
@@ -184,13 +184,13 @@ class MeshExecutor:
         self,
         config: WorkerConfig,
         model: ModelConfig,
-        source: Source,
+        source: TensorSource,
         layout: KVLayout,
         layers: Sequence[range],
         devices: Sequence[Device],
         dtype: DTypeLike,
         weights: WeightFormat = AS_MADE,
-        grammars: Grammars | None = None,
+        grammars: CompiledGrammars | None = None,
         load: LoadStage | None = None,
         draft: DraftModel | HeadModel | None = None,
     ) -> None:
@@ -198,7 +198,7 @@ class MeshExecutor:
         the ranges of layers of this worker's stages, or of its layer groups; `devices` are this worker's, stage-major.
         KV pages have the layout's dtype."""
         self.config, self.model = config, model
-        self.place = Place(source, layout, tuple(layers), tuple(devices), dtype, weights, grammars, draft)
+        self.place = ExecutorSpec(source, layout, tuple(layers), tuple(devices), dtype, weights, grammars, draft)
         self.error_monitor = ErrorMonitor(config.error_bound)
         self.ring: LoadedRing | None = None
         room = room_of(config, dtype)
@@ -224,7 +224,7 @@ class MeshExecutor:
         self.warmed: dict[Any, DeclaredProgram] = {}  # by key
         self._warming = Lock()  # peers warm this executor's inserts, and pools are written in place
 
-    def _group(self, params: StageParams, run: range, submesh: Submesh) -> LayerGroup:
+    def _group(self, params: StageParams, run: range, submesh: StageMesh) -> LayerGroup:
         place, room = self.place, room_of(self.config, self.place.dtype)
         parts = params, self.model, run, submesh, place.layout
         if not isinstance(place.draft, HeadModel) or run.stop < self.model.num_layers:
@@ -275,7 +275,7 @@ class MeshExecutor:
         landed, packed = ship_pages(self.pages, self.transfer_programs, destination.pages, *pages, *how)
         return MeshShipment(transfer, landed, packed)
 
-    def pack(self, transfer: KVTransfer, shapes: Sequence[StageShape]) -> list[PackedKV]:
+    def pack(self, transfer: KVTransfer, shapes: Sequence[StageShape]) -> list[PackedMove]:
         """Packs the pages for destination stages of these shapes, in program order."""
         pages = transfer.source_pages, transfer.destination_pages
         how = transfer.layers, transfer.wire, self.error_monitor
@@ -289,15 +289,15 @@ class MeshExecutor:
         transfer = KVTransfer(move.owner, worker, worker, (), pages, len(pages) * self.config.page_size)
         return MeshShipment(transfer, self.tier_pages.land(pages, records, good), [])
 
-    def check(self, shipment: Landed) -> Callable[[], bool] | None:
+    def check(self, shipment: LandedShipment) -> Callable[[], bool] | None:
         verdicts = check_landed(self.pages, self.transfer_programs, shipment.landed)
         here = [shard for each in verdicts for shard in shards_here(each).values()]
         return (lambda: all(np.asarray(shard).all() for shard in here)) if verdicts else None
 
-    def drop(self, shipment: Landed) -> None:
+    def drop(self, shipment: LandedShipment) -> None:
         """Drops a shipment that is not inserted; its memory is freed with its arrays."""
 
-    def insert(self, shipment: Landed) -> None:
+    def insert(self, shipment: LandedShipment) -> None:
         if self.draft is not None and self.draft.kept:
             self.draft.arrived(shipment.transfer, [each.layers for each in shipment.landed])
         insert_landed(self.pages, self.transfer_programs, shipment.landed)
@@ -357,7 +357,7 @@ class MeshExecutor:
         group = group_pages(self.config.page_size, shapes[0].page_size)
         nulls = null_lists(group, group.buckets()[-1])
 
-        def pack(wire: str) -> list[PackedKV]:
+        def pack(wire: str) -> list[PackedMove]:
             return pack_pages(self.pages, self.transfer_programs, shapes, *nulls, wire=wire)
 
         return tuple(wire_cost(wire, partial(pack, wire), len(nulls[0])) for wire in self.config.wires)
@@ -371,17 +371,17 @@ class MeshExecutor:
     def num_compiled(self) -> int:
         return sum(program.num_compiled for program in self.table.owned)
 
-    def figures(self) -> Figures:
+    def figures(self) -> MemoryStats:
         if self.ring is not None:
-            return Figures(self.ring.params.num_bytes, self.ring.kv.num_bytes, self.num_compiled)
-        return Figures(
+            return MemoryStats(self.ring.params.num_bytes, self.ring.kv.num_bytes, self.num_compiled)
+        return MemoryStats(
             sum(group.params.num_bytes for group in self.layer_groups),
             sum(group.kv.num_bytes for group in self.layer_groups),
             self.num_compiled,
         )
 
 
-def wire_cost(wire: str, pack: Callable[[], list[PackedKV]], pages: int) -> WireCost:
+def wire_cost(wire: str, pack: Callable[[], list[PackedMove]], pages: int) -> WireCost:
     """Measures the cost of one page if `pages` are packed at once: the shortest of TIMINGS runs, and the bytes."""
     seconds, size = [], 0
     for _ in range(TIMINGS):
@@ -399,7 +399,7 @@ def wire_cost(wire: str, pack: Callable[[], list[PackedKV]], pages: int) -> Wire
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ReshapeTarget:
     """The target of a reshape: the worker's sizes, its KV layout and the layers of its stages or layer groups."""
 
     config: WorkerConfig
@@ -407,11 +407,11 @@ class Shape:
     layers: tuple[range, ...]
 
 
-def shape_of(executor: MeshExecutor) -> Shape:
-    return Shape(executor.config, executor.place.layout, executor.place.layers)
+def shape_of(executor: MeshExecutor) -> ReshapeTarget:
+    return ReshapeTarget(executor.config, executor.place.layout, executor.place.layers)
 
 
-def reshaped(executor: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWeights]:
+def reshaped(executor: MeshExecutor, shape: ReshapeTarget) -> tuple[MeshExecutor, HeldWeights]:
     """Returns (a new executor on the same devices, the weights that were moved and those that were read again)."""
     held, place = HeldWeights(), executor.place
     for group in executor.layer_groups:
@@ -423,7 +423,7 @@ def reshaped(executor: MeshExecutor, shape: Shape) -> tuple[MeshExecutor, HeldWe
     return _make_executor(executor, shape, held), held
 
 
-def read_anew(executor: MeshExecutor, shape: Shape) -> MeshExecutor:
+def read_anew(executor: MeshExecutor, shape: ReshapeTarget) -> MeshExecutor:
     """Returns the executor after a reshape failed half way; all weights are read from their source again."""
     for group in executor.layer_groups:
         group.params.leaves.clear()
@@ -439,7 +439,7 @@ def _give_up_draft(executor: MeshExecutor) -> None:
         executor.draft.kv.pools.clear()
 
 
-def _make_executor(executor: MeshExecutor, shape: Shape, held: HeldWeights | None) -> MeshExecutor:
+def _make_executor(executor: MeshExecutor, shape: ReshapeTarget, held: HeldWeights | None) -> MeshExecutor:
     place = replace(executor.place, layout=shape.layout, layers=shape.layers)
     parts = place.source, place.layout, place.layers, place.devices, place.dtype, place.weights, place.grammars
     if held is None:

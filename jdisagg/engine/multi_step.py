@@ -1,7 +1,7 @@
 """Several decode steps per dispatch, for a worker of one stage: a loop around its layers and sampling.
 
 The host reads the tokens after the last step, so no step may depend on the host: rows with a grammar, penalties or
-logprobs take single steps (`policy/scheduler.py`). Layers and sampling are those of single steps.
+logprobs take single steps (`policy/worker/scheduler.py`). Layers and sampling are those of single steps.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jdisagg.core.request import Sampled
 from jdisagg.core.steps import DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, logit_bytes, whole
-from jdisagg.engine.decode import ENABLED, MASKED, Drawing, DrawnRows, Microbatch, advanced, draw_greedy
+from jdisagg.engine.decode import ENABLED, MASKED, DrawnRows, MicrobatchState, PendingSamples, advanced, draw_greedy
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import LayerGroup, LayerGroupPrograms
-from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, Put, SamplingMetadata, pick, sampled_rows
+from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Put, SamplingTensors, TokenCounters, pick, sampled_rows
 from jdisagg.engine.spec.grammar_masks import masked
 from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.parallel.submesh import WHOLE, Program
@@ -44,19 +44,19 @@ PLAIN, DRAWN, SCORED = (
 )  # sampling of a dispatch: argmax, all parameters, all parameters and logprobs
 
 
-class Slots(NamedTuple):
+class DispatchSlots(NamedTuple):
     """The inputs of a dispatch for all slots, [.., S]; inside a ring's program [.., pp, B]."""
 
     table: Array  # i32[S, W]; i32[S, W + 1] with adapters, whose slots are the last column
     state: Array  # i32[4, S], see `decode.py`
     left: Array  # i32[S]: tokens that each slot may sample in this dispatch
     turns: Array  # i32[]: the largest of `left`
-    metadata: SamplingMetadata
-    counts: Counts | None = None  # None if no row has penalties
+    metadata: SamplingTensors
+    counts: TokenCounters | None = None  # None if no row has penalties
     allowed: Array | None = None  # u32[S, words], see `grammar_masks.py`; None if no row has a grammar
 
 
-class Drawn(NamedTuple):
+class DispatchResult(NamedTuple):
     """The results of a dispatch besides the pages: tokens by step and slot, and the slots' next state."""
 
     tokens: Array  # i32[most, S], -1 if no token was sampled
@@ -75,8 +75,8 @@ def draw_left(
     logits: Array,
     state: Array,
     left: Array,
-    metadata: SamplingMetadata,
-    counts: Counts | None = None,
+    metadata: SamplingTensors,
+    counts: TokenCounters | None = None,
     allowed: Array | None = None,
 ) -> tuple[Array, Array]:
     """Returns a step's tokens i32[B], -1 for slots that sample none, and the next state; see `Slots`."""
@@ -89,7 +89,7 @@ def draw_left(
     return after.at[ENABLED].set(state[ENABLED]), tokens
 
 
-class SentWidths:
+class WidthBuffer:
     """The tokens that each slot may sample in a dispatch, and the largest of them; sent only if they changed."""
 
     def __init__(self, slots: int, put: Put) -> None:
@@ -117,7 +117,7 @@ class PendingMultiStep:
 
     step_id: int
     plan: DecodeRows
-    drawn: Drawn
+    drawn: DispatchResult
     wanted: list[int | None]
     counts: tuple[tuple[ExpertLoad, list[Array]], ...]
 
@@ -138,7 +138,7 @@ class PendingMultiStep:
         return tuple(found)
 
 
-class Carry(NamedTuple):
+class StepLoopState(NamedTuple):
     """The loop's state between two steps, on one shard."""
 
     pools: list[Pool]
@@ -172,20 +172,22 @@ class MultiStepPrograms:
 
     # ------------------------------------------------------------ code of one shard
 
-    def _turns(self, kind: str, leaves: list[Array], pools: list[Pool], slots: Slots) -> tuple[Any, ...]:
+    def _turns(self, kind: str, leaves: list[Array], pools: list[Pool], slots: DispatchSlots) -> tuple[Any, ...]:
         experts = self.group.config.experts
         load = [jnp.zeros((len(self.group.sparse), experts.number), jnp.int32)] if self.group.sparse and experts else []
         tokens = jnp.full((self.most, len(slots.left)), MASKED, jnp.int32)
-        carry = Carry(list(pools), slots.state, slots.left, tokens, load)
+        carry = StepLoopState(list(pools), slots.state, slots.left, tokens, load)
         end = jax.lax.fori_loop(0, slots.turns, partial(self._turn, kind, leaves, slots), carry)
-        return end.pools, *end.load, Drawn(end.tokens, None, None, end.state)
+        return end.pools, *end.load, DispatchResult(end.tokens, None, None, end.state)
 
-    def _turn(self, kind: str, leaves: list[Array], slots: Slots, turn: Array, carry: Carry) -> Carry:
+    def _turn(
+        self, kind: str, leaves: list[Array], slots: DispatchSlots, turn: Array, carry: StepLoopState
+    ) -> StepLoopState:
         stepped = with_left(carry.state, carry.left)
         made: Any = self.group.decode_step(leaves, carry.pools, slots.table, stepped, None)
         pools, logits, *load = made
         state, tokens = draw_left(kind, logits, carry.state, carry.left, slots.metadata)
-        return Carry(
+        return StepLoopState(
             pools,
             state,
             carry.left - (tokens != MASKED).astype(jnp.int32),
@@ -200,12 +202,12 @@ class MultiStep(MultiStepPrograms):
     def __init__(self, group: LayerGroup, config: WorkerConfig) -> None:
         super().__init__(group, config.decode.steps_per_dispatch)
         self._held = group
-        self._widths = SentWidths(config.num_slots, group.submesh.put)
-        self._metadata: tuple[SamplingMetadata, SamplingMetadata] | None = (
+        self._widths = WidthBuffer(config.num_slots, group.submesh.put)
+        self._metadata: tuple[SamplingTensors, SamplingTensors] | None = (
             None  # on the device that samples, and on all shards
         )
 
-    def run(self, step_id: int, plan: DecodeRows, batch: Microbatch) -> PendingMultiStep:
+    def run(self, step_id: int, plan: DecodeRows, batch: MicrobatchState) -> PendingMultiStep:
         """Dispatches several steps of a microbatch to which the plan's changes were sent."""
         sampling = batch.batch_sampling(plan.active)
         kind = PLAIN if sampling.plain else DRAWN
@@ -216,19 +218,19 @@ class MultiStep(MultiStepPrograms):
         counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ((load, load.taken()),) if self._held.sparse else ()
         return PendingMultiStep(step_id, plan, drawn, sampling.wanted, counts)
 
-    def _dispatch(self, kind: str, slots: Slots) -> Drawn:
+    def _dispatch(self, kind: str, slots: DispatchSlots) -> DispatchResult:
         kv = self._held.kv
         kv.pools, *loads, drawn = self.kinds[kind](self._held.params.leaves, kv.pools, slots)
         self._held.load.leaves(loads)
         return drawn
 
-    def _slots(self, plan: DecodeRows, batch: Microbatch) -> Slots:
+    def _slots(self, plan: DecodeRows, batch: MicrobatchState) -> DispatchSlots:
         submesh = self._held.submesh
         table = batch.table_on(submesh, plan.table_pages)
         state = batch.state if submesh.tp == 1 else submesh.spread(batch.state)  # this device samples
         if self._metadata is None or self._metadata[0] is not batch.metadata:
-            self._metadata = batch.metadata, SamplingMetadata(*map(submesh.spread, batch.metadata))
-        return Slots(table, state, *self._widths.of(plan), self._metadata[1])
+            self._metadata = batch.metadata, SamplingTensors(*map(submesh.spread, batch.metadata))
+        return DispatchSlots(table, state, *self._widths.of(plan), self._metadata[1])
 
 
 # Several decode steps of several stages in one dispatch: a step of all slots, run as single steps of one microbatch
@@ -303,7 +305,7 @@ class PendingPipelinedMultiStep:
 
     step_id: int
     plan: DecodeRows
-    steps: Sequence[Drawing]
+    steps: Sequence[PendingSamples]
     counts: tuple[tuple[ExpertLoad, list[Array]], ...]
 
     def read(self) -> StepDone:
@@ -328,8 +330,8 @@ def declared_multi_step(turns: MultiStepPrograms, step: DeclaredProgram) -> list
     table, state, _ = step.batch
     slots, submesh = state.shape[1], turns.group.submesh
     metadata = (slots, INT_COLUMNS), (slots, FLOAT_COLUMNS)
-    drawn = SamplingMetadata(whole(submesh, metadata[0]), whole(submesh, metadata[1], jnp.float32))  # pyright: ignore[reportArgumentType]
-    inputs = Slots(table, state, whole(submesh, (slots,)), whole(submesh, ()), drawn)  # pyright: ignore[reportArgumentType]
+    drawn = SamplingTensors(whole(submesh, metadata[0]), whole(submesh, metadata[1], jnp.float32))  # pyright: ignore[reportArgumentType]
+    inputs = DispatchSlots(table, state, whole(submesh, (slots,)), whole(submesh, ()), drawn)  # pyright: ignore[reportArgumentType]
     room = step.batch_bytes + logit_bytes(turns.group.config, slots)
     return [
         replace(

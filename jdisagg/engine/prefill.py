@@ -27,8 +27,8 @@ from jdisagg.engine.layer_group import Chunks, LayerGroup
 from jdisagg.engine.pooling import pools, summed_rows, whole
 from jdisagg.engine.sampling import (
     NUM_TOP,
-    Counts,
     SamplingRows,
+    TokenCounters,
     history_rows,
     is_plain,
     pick,
@@ -37,9 +37,9 @@ from jdisagg.engine.sampling import (
     token_logprobs,
 )
 from jdisagg.engine.spec.grammar_masks import GrammarMasks, masked
-from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.grammars.grammars import CompiledGrammars
 from jdisagg.model.lora import NONE
-from jdisagg.parallel.submesh import Program, Submesh
+from jdisagg.parallel.submesh import Program, StageMesh
 
 FirstTokens = tuple[tuple[RequestId, Sampled], ...]
 Pooled = tuple[tuple[RequestId, tuple[int, ...]], ...]
@@ -48,7 +48,7 @@ MAX_BOUNDARIES = 64  # unfinished prompts whose last row is kept for prompt logp
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedChunks:
     """The packed arrays of a plan on the host, as the programs take them: T rows, S sequences."""
 
     rows: np.ndarray  # i32[3, T]: token, position, page; i32[4, T] with adapters: adapter slot
@@ -67,7 +67,7 @@ class Packed:
         return np.append(self.rows[0, 1:], np.int32(0))
 
 
-def pack(plan: PrefillChunks, config: WorkerConfig, adapters: AdapterSlots | None = None) -> Packed:
+def pack(plan: PrefillChunks, config: WorkerConfig, adapters: AdapterSlots | None = None) -> PackedChunks:
     """Packs chunks one after another, with padding rows last on the null page."""
     assert len(plan.chunks) <= config.max_chunk_seqs and plan.num_tokens <= plan.bucket_tokens, plan
     rows = np.zeros((3 if adapters is None else 4, plan.bucket_tokens), np.int32)
@@ -85,11 +85,11 @@ def pack(plan: PrefillChunks, config: WorkerConfig, adapters: AdapterSlots | Non
         table[index, : len(pages)] = pages
         spans[0, index], spans[1, index + 1 :] = length, stop
         row = stop
-    return Packed(rows, spans, table, spans[1])
+    return PackedChunks(rows, spans, table, spans[1])
 
 
 @dataclass(frozen=True)
-class BoundaryLogits:
+class BoundaryRow:
     """The logits that predict the first token of a request's next chunk: one row of a head's result."""
 
     logits: Array  # f32[S, V]
@@ -113,7 +113,7 @@ class PendingChunks:
     logprobs: tuple[Array, Array, Array] | None
     scores: tuple[Array, Array, Array] | None  # of every row
     states: Array | None = None  # i32[3, S, hidden], see `pooling.pooled`
-    boundaries: dict[RequestId, BoundaryLogits] = field(default_factory=dict)  # from the chunks before
+    boundaries: dict[RequestId, BoundaryRow] = field(default_factory=dict)  # from the chunks before
 
     def read(self) -> tuple[FirstTokens, PromptScores, Pooled]:
         """Returns the first tokens, prompt scores and pooled states, see `StepDone`; blocks until they are on the
@@ -167,7 +167,7 @@ class FirstDrawPrograms:
         return [self.greedy, self.pick, self.logprobs, self.mask]
 
 
-class Prefiller(FirstDrawPrograms):
+class PrefillRunner(FirstDrawPrograms):
     """Packs the chunks of steps and samples their first tokens."""
 
     def __init__(
@@ -175,20 +175,20 @@ class Prefiller(FirstDrawPrograms):
         layer_groups: Sequence[LayerGroup],
         config: WorkerConfig,
         vocab_size: int,
-        grammars: Grammars | None = None,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         super().__init__()
         self.layer_groups, self.config, self.vocab_size, self.grammars = layer_groups, config, vocab_size, grammars
         self.device = layer_groups[-1].submesh.reader
-        self.no_counts = Counts(*jax.device_put(self._zero_counts(), self.device))
-        self._borders: OrderedDict[RequestId, BoundaryLogits] = OrderedDict()
+        self.no_counts = TokenCounters(*jax.device_put(self._zero_counts(), self.device))
+        self._borders: OrderedDict[RequestId, BoundaryRow] = OrderedDict()
 
-    def spread(self, packed: Packed) -> dict[Submesh, Chunks]:
+    def spread(self, packed: PackedChunks) -> dict[StageMesh, Chunks]:
         """Copies the packed chunks to every submesh of the layer groups."""
         submeshes = dict.fromkeys(group.submesh for group in self.layer_groups)
         return {submesh: Chunks(*submesh.put((packed.rows, packed.spans, packed.table))) for submesh in submeshes}
 
-    def finish(self, plan: PrefillChunks, packed: Packed, x: Array, logits: Array | None = None) -> PendingChunks:
+    def finish(self, plan: PrefillChunks, packed: PackedChunks, x: Array, logits: Array | None = None) -> PendingChunks:
         """Samples and scores from the activations [T, hidden] after all layers; `logits` f32[S, V] are given if they
         were computed with the layers, on the device that samples."""
         scored = [chunk for chunk in plan.chunks if chunk.sampling.prompt_logprobs is not None]
@@ -212,7 +212,7 @@ class Prefiller(FirstDrawPrograms):
                 array.copy_to_host_async()
         return PendingChunks(plan, packed.first_rows, tokens, logprobs, scores, states, boundaries)
 
-    def head(self, x: Array, packed: Packed) -> Array:
+    def head(self, x: Array, packed: PackedChunks) -> Array:
         """Returns the logits f32[S, V] after each chunk's last row, on the device that samples."""
         return self.layer_groups[-1].head(x, packed.last_rows).addressable_data(0)
 
@@ -244,20 +244,20 @@ class Prefiller(FirstDrawPrograms):
         shape = (self.config.max_chunk_seqs, self.vocab_size)
         return np.zeros(shape, np.bool_), np.zeros(shape, np.int32)
 
-    def _counts(self, last: list[tuple[int, PrefillChunk]]) -> Counts:
+    def _counts(self, last: list[tuple[int, PrefillChunk]]) -> TokenCounters:
         if not any(chunk.sampling.penalised for _, chunk in last):
             return self.no_counts
         prompt, output = self._zero_counts()
         for row, chunk in last:
             prompt[row], output[row] = history_rows(chunk.history, self.vocab_size)
-        return Counts(*jax.device_put((prompt, output), self.device))
+        return TokenCounters(*jax.device_put((prompt, output), self.device))
 
     def _keep_boundaries(self, plan: PrefillChunks, logits: Array | None) -> None:
         for row, chunk in enumerate(plan.chunks):
             self._borders.pop(chunk.request_id, None)
             if not chunk.last and chunk.sampling.prompt_logprobs is not None:
                 assert logits is not None
-                self._borders[chunk.request_id] = BoundaryLogits(logits, row)
+                self._borders[chunk.request_id] = BoundaryRow(logits, row)
         while len(self._borders) > MAX_BOUNDARIES:
             self._borders.popitem(last=False)
 

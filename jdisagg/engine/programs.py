@@ -25,7 +25,7 @@ from jdisagg.core.worker_config import RAW, Digests, WorkerConfig
 from jdisagg.engine.adapter_slots import declared_fills
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, whole
 from jdisagg.engine.decode import DrawPrograms
-from jdisagg.engine.draw_declarations import Drawn, declared_draws, declared_first_draws
+from jdisagg.engine.draw_declarations import SamplingShapes, declared_draws, declared_first_draws
 from jdisagg.engine.layer_group import LayerGroup, LayerGroupPrograms
 from jdisagg.engine.multi_step import MultiStepPrograms, declared_multi_step
 from jdisagg.engine.prefill import FirstDrawPrograms
@@ -35,33 +35,33 @@ from jdisagg.engine.spec.draft_layers import DraftLayers
 from jdisagg.engine.spec.drafting import DraftPrograms
 from jdisagg.engine.spec.eagle import declared_heads, gathers_of, scored_bytes
 from jdisagg.engine.spec.forced import ForcedPrograms, declared_forced
-from jdisagg.kv.pools import PoolForm, abstract_pools
+from jdisagg.kv.pools import PagePoolLayout, abstract_pools
 from jdisagg.kv.shipping import SLICE_SPEC, HeadSlices, TransferPrograms, slice_shapes
 from jdisagg.kv.tiers.records import RecordLayout, kept_slices
 from jdisagg.model.looped_params import abstract_for_platform
 from jdisagg.model.lora import AdapterCapacity, room_for
 from jdisagg.model.params import StageSpec, abstract_stage_params
-from jdisagg.parallel.submesh import Device, Program, Submesh, placed
+from jdisagg.parallel.submesh import Device, Program, StageMesh, placed
 
 # Declared programs of KV transfers: between workers, and to and from records below HBM.
 
 
-class Keeper(Protocol):
+class PagedGroup(Protocol):
     """A layer group, or another owner of layers with KV pages."""
 
     @property
     def kv_layers(self) -> range: ...
     @property
-    def submesh(self) -> Submesh: ...
+    def submesh(self) -> StageMesh: ...
     @property
     def joined(self) -> bool: ...
 
 
 @dataclass(frozen=True)
-class Kept:
+class TransferStage:
     """The KV pages of one stage, as transfers describe them."""
 
-    group: Keeper
+    group: PagedGroup
     layout: KVLayout
     draft: DraftPages | None = None  # set if the pages are a draft model's; None: the served model's
 
@@ -83,8 +83,8 @@ class TransferTable:
     """The declared programs of one worker's KV transfers."""
 
     config: WorkerConfig
-    kept: Sequence[Kept]
-    programs: Mapping[Submesh, TransferPrograms]
+    kept: Sequence[TransferStage]
+    programs: Mapping[StageMesh, TransferPrograms]
 
     @property
     def shapes(self) -> tuple[StageShape, ...]:
@@ -181,24 +181,24 @@ class TransferTable:
         )
 
 
-def pools_for(group: Keeper, layout: KVLayout, num_pages: int, layers: int) -> list[jax.ShapeDtypeStruct]:
+def pools_for(group: PagedGroup, layout: KVLayout, num_pages: int, layers: int) -> list[jax.ShapeDtypeStruct]:
     held = len(group.kv_layers) if group.joined else layers
     return abstract_pools(layout, held, num_pages, group.submesh, joined=group.joined)
 
 
-def places_for(group: Keeper, layers: int, pages: int) -> jax.ShapeDtypeStruct:
+def places_for(group: PagedGroup, layers: int, pages: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of the page indices, as `pools.places_in` makes them."""
     return whole(group.submesh, (layers, pages) if group.joined else (pages,))
 
 
 def transfer_programs_of(
-    config: WorkerConfig, submeshes: Sequence[Submesh], layout: KVLayout
-) -> dict[Submesh, TransferPrograms]:
+    config: WorkerConfig, submeshes: Sequence[StageMesh], layout: KVLayout
+) -> dict[StageMesh, TransferPrograms]:
     checked = config.digests, config.error_bound
     return {submesh: TransferPrograms(submesh, *checked, scaled=layout.scaled) for submesh in submeshes}
 
 
-def landed(slices: HeadSlices, submesh: Submesh) -> HeadSlices:
+def landed(slices: HeadSlices, submesh: StageMesh) -> HeadSlices:
     """Returns the shapes of one shard's slices as the submesh holds them: split over heads, axis 2."""
     cut = submesh.sharding(SLICE_SPEC)
 
@@ -222,7 +222,7 @@ class ProgramTable:
     layout: KVLayout
     dtype: DTypeLike
     layer_groups: Sequence[LayerGroupPrograms]
-    transfer_programs: Mapping[Submesh, TransferPrograms]
+    transfer_programs: Mapping[StageMesh, TransferPrograms]
     first_draws: FirstDrawPrograms | None  # None if the worker computes no prompts
     draws: DrawPrograms | None  # None if the worker does not decode
     draft: DraftLayers | None = field(default=None, kw_only=True)  # the draft model, if it is loaded
@@ -244,9 +244,9 @@ class ProgramTable:
 
     @property
     def transfers(self) -> TransferTable:
-        kept = [Kept(group, self.layout) for group in self.layer_groups]
+        kept = [TransferStage(group, self.layout) for group in self.layer_groups]
         if self.draft is not None and self.draft.kept:
-            kept.append(Kept(self.draft, self.draft.pages.layout, self.draft.pages))
+            kept.append(TransferStage(self.draft, self.draft.pages.layout, self.draft.pages))
         return TransferTable(self.config, kept, self.transfer_programs)
 
     def steps(self) -> list[DeclaredProgram]:
@@ -370,8 +370,8 @@ class ProgramTable:
                 scored = rows + config.max_chunk_seqs
                 yield self._layers(kind, stage, tokens, number, group.mixed_program, batch, scored)
 
-    def _drawn(self, rows: int) -> Drawn:
-        return Drawn(self.model, len(self.layer_groups) - 1, self.layer_groups[-1].submesh.reader, rows)
+    def _drawn(self, rows: int) -> SamplingShapes:
+        return SamplingShapes(self.model, len(self.layer_groups) - 1, self.layer_groups[-1].submesh.reader, rows)
 
 
 def activations(group: LayerGroupPrograms, rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct | None:
@@ -399,7 +399,7 @@ def abstract_table(
             at,
             outline(StageSpec(model, run, at.mesh, dtype, weights)),
             room,
-            form=PoolForm.of(layout, len(run), config.num_pages, at),
+            form=PagePoolLayout.of(layout, len(run), config.num_pages, at),
         )
         for run, at in zip(layers, submeshes, strict=True)
     ]
@@ -426,14 +426,14 @@ def room_of(config: WorkerConfig, dtype: DTypeLike) -> AdapterCapacity | None:
     return room_for(config.max_loras, config.max_lora_rank, jnp.dtype(dtype)) if config.max_loras else None
 
 
-def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device]) -> list[Submesh]:
+def submeshes_of(config: WorkerConfig, num_groups: int, devices: Sequence[Device]) -> list[StageMesh]:
     """Returns one submesh per layer group. Stages split the devices evenly. The groups of a prefill worker without
     stages share all devices."""
     if not config.role.decodes and config.prefill_stages == 1:
-        return [Submesh(devices)] * num_groups
+        return [StageMesh(devices)] * num_groups
     tp = len(devices) // num_groups
     assert tp * num_groups == len(devices), (num_groups, len(devices))
-    return [Submesh(devices[stage * tp : (stage + 1) * tp]) for stage in range(num_groups)]
+    return [StageMesh(devices[stage * tp : (stage + 1) * tp]) for stage in range(num_groups)]
 
 
 def activation_bytes(model: ModelConfig, dtype: DTypeLike, rows: int, tp: int) -> int:

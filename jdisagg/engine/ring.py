@@ -26,17 +26,26 @@ from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots, SlotPrograms
 from jdisagg.engine.attention import decode_rows
-from jdisagg.engine.decode import MASKED, POSITION, TOKEN, Microbatch, steered
+from jdisagg.engine.decode import MASKED, POSITION, TOKEN, MicrobatchState, steered
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
 from jdisagg.engine.layer_group import PagedLayers, running
-from jdisagg.engine.multi_step import DRAWN, PLAIN, SCORED, Drawn, PendingMultiStep, SentWidths, Slots, draw_left
-from jdisagg.engine.runner import Gates
-from jdisagg.engine.sampling import NUM_TOP, Counts, SamplingMetadata, counted, token_logprobs, with_row
+from jdisagg.engine.multi_step import (
+    DRAWN,
+    PLAIN,
+    SCORED,
+    DispatchResult,
+    DispatchSlots,
+    PendingMultiStep,
+    WidthBuffer,
+    draw_left,
+)
+from jdisagg.engine.runner import GatedSteps
+from jdisagg.engine.sampling import NUM_TOP, SamplingTensors, TokenCounters, counted, token_logprobs, with_row
 from jdisagg.engine.spec.grammar_masks import EVERYTHING
 from jdisagg.kv.pools import RING_POOL_SPEC, RingPages, ring_pool_format
 from jdisagg.model.adapted_params import ring_with_room
-from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.grammars.grammars import CompiledGrammars
 from jdisagg.model.lora import AdapterCapacity
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams
@@ -46,7 +55,7 @@ from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 
 
-class Carry(NamedTuple):
+class TickLoopState(NamedTuple):
     """The loop's state between two ticks, on one device."""
 
     pools: list[Pool]
@@ -89,7 +98,7 @@ class RingPrograms:
         slots = [self.adapters.fill] if self.adapters else []
         return [*self.turns.values(), self.steer, self.set_row_program, *slots]
 
-    def set_row(self, counts: Counts, slot: Array, prompt: Array, output: Array) -> Counts:
+    def set_row(self, counts: TokenCounters, slot: Array, prompt: Array, output: Array) -> TokenCounters:
         return self.set_row_program(counts, slot, prompt, output)[0]
 
     def _turns_program(self, kind: str) -> Program:
@@ -102,7 +111,7 @@ class RingPrograms:
 
     # ------------------------------------------------------------ code of one device
 
-    def _turns(self, kind: str, leaves: list[Array], pools: list[Pool], slots: Slots) -> tuple[Any, ...]:
+    def _turns(self, kind: str, leaves: list[Array], pools: list[Pool], slots: DispatchSlots) -> tuple[Any, ...]:
         pp, stage = self.ring.pp, self.params.merge(leaves)
         split = self._split(slots)
         carry = self._begin(kind, pools, split, stage)
@@ -111,25 +120,25 @@ class RingPrograms:
         loads = () if end.load is None else (end.load[None],)
         return end.pools, *loads, self._drawn(end)
 
-    def _split(self, slots: Slots) -> Slots:
+    def _split(self, slots: DispatchSlots) -> DispatchSlots:
         """Reshapes the inputs of all slots to one leading axis per microbatch."""
         shape, metadata = (self.ring.pp, self.rows), slots.metadata
         counts = slots.counts
-        return Slots(
+        return DispatchSlots(
             slots.table.reshape(*shape, -1),
             slots.state.reshape(4, *shape),
             slots.left.reshape(shape),
             slots.turns,
-            SamplingMetadata(metadata.ints.reshape(*shape, -1), metadata.floats.reshape(*shape, -1)),
-            None if counts is None else Counts(*(each.reshape(*shape, -1) for each in counts)),
+            SamplingTensors(metadata.ints.reshape(*shape, -1), metadata.floats.reshape(*shape, -1)),
+            None if counts is None else TokenCounters(*(each.reshape(*shape, -1) for each in counts)),
             None if slots.allowed is None else slots.allowed.reshape(*shape, -1),
         )
 
-    def _begin(self, kind: str, pools: list[Pool], slots: Slots, stage: Stage) -> Carry:
+    def _begin(self, kind: str, pools: list[Pool], slots: DispatchSlots, stage: Stage) -> TickLoopState:
         most, shape, experts = self.most_turns, (self.ring.pp, self.rows), self.model.experts
         top = min(NUM_TOP, self.model.vocab_size)
         kept = [((), jnp.float32), ((top,), jnp.int32), ((top,), jnp.float32)] if kind == SCORED else []
-        return Carry(
+        return TickLoopState(
             list(pools),
             jnp.zeros((self.rows, self.model.hidden_size), stage.dtype),
             slots.state,
@@ -140,15 +149,15 @@ class RingPrograms:
             jnp.zeros((len(self.sparse), experts.number), jnp.int32) if self.sparse and experts else None,
         )
 
-    def _drawn(self, end: Carry) -> Drawn:
+    def _drawn(self, end: TickLoopState) -> DispatchResult:
         def flat(each: Array) -> Array:
             return each.reshape(each.shape[0], -1, *each.shape[3:])
 
         logprobs = None if not end.logprobs else tuple(map(flat, end.logprobs))
         output = None if end.output is None else end.output.reshape(-1, end.output.shape[-1])
-        return Drawn(flat(end.tokens), logprobs, output, flat(end.state))  # pyright: ignore[reportArgumentType]
+        return DispatchResult(flat(end.tokens), logprobs, output, flat(end.state))  # pyright: ignore[reportArgumentType]
 
-    def _tick(self, kind: str, stage: Stage, slots: Slots, t: Array, carry: Carry) -> Carry:
+    def _tick(self, kind: str, stage: Stage, slots: DispatchSlots, t: Array, carry: TickLoopState) -> TickLoopState:
         """Steps on every stage the microbatch that is at it, and samples the one that leaves the last stage."""
         pp, here = self.ring.pp, jax.lax.axis_index(RING)
         x = jnp.where(here == 0, stage.embed_tokens(_at(carry.state, t % pp, 1)[TOKEN]), carry.x)
@@ -159,7 +168,7 @@ class RingPrograms:
         return carry._replace(x=jax.lax.ppermute(x, RING, [(s, (s + 1) % pp) for s in range(pp)]))
 
     def _layers(
-        self, stage: Stage, slots: Slots, t: Array, carry: Carry, x: Array
+        self, stage: Stage, slots: DispatchSlots, t: Array, carry: TickLoopState, x: Array
     ) -> tuple[list[Pool], Array, Array | None]:
         """Runs this stage's layers for its microbatch of this tick; without a microbatch all results are discarded."""
         pp, here = self.ring.pp, jax.lax.axis_index(RING)
@@ -177,19 +186,19 @@ class RingPrograms:
             load = load + jnp.where(held[jnp.array(self.sparse)][:, None], layers.counts[0], 0)
         return layers.pools, x, load
 
-    def _draw(self, kind: str, slots: Slots, t: Array, carry: Carry, logits: Array) -> Carry:
+    def _draw(self, kind: str, slots: DispatchSlots, t: Array, carry: TickLoopState, logits: Array) -> TickLoopState:
         """Samples the microbatch that has left the last stage; the first pp - 1 ticks sample none."""
         pp = self.ring.pp
         m, turn = (t + 1) % pp, jnp.maximum((t - (pp - 1)) // pp, 0)
         state, left = _at(carry.state, m, 1), _at(carry.left, m)
-        metadata = SamplingMetadata(*(_at(each, m) for each in slots.metadata))
+        metadata = SamplingTensors(*(_at(each, m) for each in slots.metadata))
         output, logprobs = carry.output, carry.logprobs
         mine = state, jnp.where(t >= pp - 1, left, 0), metadata
         if kind == PLAIN:
             after, tokens = draw_left(kind, logits, *mine)
         else:
             assert slots.counts is not None and slots.allowed is not None and output is not None
-            counts = Counts(_at(slots.counts.prompt, m), _at(output, m))
+            counts = TokenCounters(_at(slots.counts.prompt, m), _at(output, m))
             after, tokens = draw_left(kind, logits, *mine, counts, _at(slots.allowed, m))
             output = _put(output, counted(counts, tokens).output, m)
         if kind == SCORED:
@@ -204,7 +213,7 @@ class RingPrograms:
         )
 
 
-def with_row_set(counts: Counts, slot: Array, prompt: Array, output: Array) -> tuple[Counts, Array]:
+def with_row_set(counts: TokenCounters, slot: Array, prompt: Array, output: Array) -> tuple[TokenCounters, Array]:
     """Returns `with_row`; the second result becomes ready when that is done."""
     return with_row(counts, slot, prompt, output), slot[None]
 
@@ -246,7 +255,7 @@ class LoadedRing(RingPrograms):
         self.kv_layers = self.layers
         self.stages = [RingStage(self, stage) for stage in range(ring.pp)]
 
-    def dispatch(self, kind: str, slots: Slots) -> Drawn:
+    def dispatch(self, kind: str, slots: DispatchSlots) -> DispatchResult:
         self.kv.pools[:], *loads, drawn = self.turns[kind](self.params.leaves, self.kv.pools, slots)
         for stage in self.stages:
             stage.load_leaves(loads)
@@ -262,7 +271,7 @@ class RingStage:
     def __init__(self, ring: LoadedRing, stage: int) -> None:
         self.layers = self.kv_layers = ring.cut.runs[stage]
         self.submesh = ring.ring.stages[stage]
-        self.kv, self.params = ring.kv.stages[stage], _Share(ring.params.num_bytes // ring.ring.pp)
+        self.kv, self.params = ring.kv.stages[stage], _StageWeights(ring.params.num_bytes // ring.ring.pp)
         self.is_first, self.is_last = stage == 0, stage == ring.ring.pp - 1
         rows = [row for row, place in enumerate(ring.sparse) if ring.cut.places[stage][place] is not None]
         layers = [ring.cut.places[stage][ring.sparse[row]] for row in rows]
@@ -278,7 +287,7 @@ class RingStage:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _StageWeights:
     """The weights of one stage, as its share of the ring's bytes."""
 
     num_bytes: int
@@ -296,14 +305,14 @@ class RingRunner:
         self,
         ring: LoadedRing,
         config: WorkerConfig,
-        grammars: Grammars | None = None,
+        grammars: CompiledGrammars | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
-        self.ring, self.config, self.adapters, self.gates = ring, config, adapters, Gates()
+        self.ring, self.config, self.adapters, self.gates = ring, config, adapters, GatedSteps()
         sizes = config.num_slots, config.table_buckets[-1], ring.model.vocab_size
-        self.slots = Microbatch(0, *sizes, ring.ring.put, grammars)
+        self.slots = MicrobatchState(0, *sizes, ring.ring.put, grammars)
         self._everything: Array = ring.ring.put(np.full((sizes[0], self.slots.masks.words), EVERYTHING))
-        self._widths = SentWidths(config.num_slots, ring.ring.put)
+        self._widths = WidthBuffer(config.num_slots, ring.ring.put)
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         """Dispatches a step, see `executor.Executor.run`."""
@@ -319,14 +328,14 @@ class RingRunner:
         drawn = self.ring.dispatch(kind, self._slots(rows, kind, allowed))
         self.slots.state = drawn.state
         if drawn.output is not None:
-            self.slots.counts = Counts(self.slots.counts.prompt, drawn.output)
+            self.slots.counts = TokenCounters(self.slots.counts.prompt, drawn.output)
         for array in (drawn.tokens, *(drawn.logprobs or ())):
             array.copy_to_host_async()
         counts = tuple((stage.load, stage.load.taken()) for stage in self.ring.stages if stage.sparse)
         return PendingMultiStep(plan.step_id, rows, drawn, sampling.wanted, counts)
 
-    def _slots(self, rows: DecodeRows, kind: str, allowed: Array | None) -> Slots:
+    def _slots(self, rows: DecodeRows, kind: str, allowed: Array | None) -> DispatchSlots:
         table, batch = self.slots.table_on(self.ring.ring, rows.table_pages), self.slots
         left, turns = self._widths.of(rows)
         drawn = (None, None) if kind == PLAIN else (batch.counts, self._everything if allowed is None else allowed)
-        return Slots(table, batch.state, left, turns, batch.metadata, *drawn)
+        return DispatchSlots(table, batch.state, left, turns, batch.metadata, *drawn)

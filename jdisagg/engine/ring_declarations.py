@@ -15,10 +15,10 @@ from jdisagg.core.layout.stages import RingCut, ring_cut
 from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes
-from jdisagg.engine.multi_step import PLAIN, Slots
+from jdisagg.engine.multi_step import PLAIN, DispatchSlots
 from jdisagg.engine.programs import ProgramTable, activation_bytes, room_of, transfer_programs_of
 from jdisagg.engine.ring import RingPrograms
-from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, Counts, SamplingMetadata
+from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, SamplingTensors, TokenCounters
 from jdisagg.kv.pools import abstract_ring_pool
 from jdisagg.model.grammars.grammars import mask_words
 from jdisagg.model.ring_params import ring_outline
@@ -90,19 +90,19 @@ class RingTable(ProgramTable):
         sums = ring.params.num_reductions if ring.ring.tp > 1 else 0
         return {"all-reduce": sums + 2, "all-gather": 1, "collective-permute": 1}
 
-    def _slots(self, kind: str, width: int) -> Slots:
+    def _slots(self, kind: str, width: int) -> DispatchSlots:
         slots, vocab_size = self.config.num_slots, self.model.vocab_size
-        metadata = SamplingMetadata(
+        metadata = SamplingTensors(
             self._whole(slots, INT_COLUMNS), self._whole(slots, FLOAT_COLUMNS, dtype=jnp.float32)
         )
         counts = None if kind == PLAIN else self._counts(vocab_size)
         allowed = None if kind == PLAIN else self._whole(slots, mask_words(vocab_size), dtype=jnp.uint32)
         state = self._whole(4, slots), self._whole(slots), self._whole()
-        return Slots(self._whole(slots, width + self.config.adapter_columns), *state, metadata, counts, allowed)
+        return DispatchSlots(self._whole(slots, width + self.config.adapter_columns), *state, metadata, counts, allowed)
 
     def _counts(self, vocab_size: int) -> Any:
         slots = self.config.num_slots
-        return Counts(self._whole(slots, vocab_size, dtype=jnp.bool_), self._whole(slots, vocab_size))
+        return TokenCounters(self._whole(slots, vocab_size, dtype=jnp.bool_), self._whole(slots, vocab_size))
 
     def _whole(self, *shape: int, dtype: DTypeLike = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._ring.ring.whole)
@@ -133,7 +133,7 @@ def ticks(config: WorkerConfig) -> int:
     return config.decode.steps_per_dispatch * config.decode.n + config.decode.n - 1
 
 
-class AbstractStage:
+class AbstractRingStage:
     """A stage of a ring with shapes instead of weights and pages."""
 
     programs: tuple[Program, ...] = ()
@@ -157,6 +157,6 @@ def abstract_ring_table(
     params = ring_outline(model, cut, ring, dtype, weights).params
     sizes = config.num_slots, config.decode.steps_per_dispatch, room_of(config, dtype)
     programs = RingPrograms(model, cut, ring, params, *sizes)
-    stages: Any = [AbstractStage(cut, ring, stage) for stage in range(ring.pp)]
+    stages: Any = [AbstractRingStage(cut, ring, stage) for stage in range(ring.pp)]
     transfers = transfer_programs_of(config, ring.stages, layout)
     return RingTable(config, model, layout, dtype, stages, transfers, None, None, programs)

@@ -21,19 +21,19 @@ from jdisagg.core.schedule import End, Events, Start, Turns
 from jdisagg.core.steps import DecodeRows, Gate, KVTransfer, PrefillChunks, StepPlan
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.adapter_slots import AdapterSlots
-from jdisagg.engine.decode import Decoder, Drawing, Microbatch
+from jdisagg.engine.decode import Decoder, MicrobatchState, PendingSamples
 from jdisagg.engine.executor import GroupDone, PendingStep
 from jdisagg.engine.expert_load import ExpertLoad
-from jdisagg.engine.hlo import Instruction, Module, arrays, bytes_of, chains, collective_of
-from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedOut
+from jdisagg.engine.hlo import HloProgram, InstructionInfo, arrays, bytes_of, chains, collective_of
+from jdisagg.engine.layer_group import Chunks, LayerGroup, MixedResults
 from jdisagg.engine.multi_step import MultiStep, PendingMultiStep, PendingPipelinedMultiStep, PipelinedMultiStep
-from jdisagg.engine.prefill import Packed, PendingChunks, Prefiller, pack
+from jdisagg.engine.prefill import PackedChunks, PendingChunks, PrefillRunner, pack
 from jdisagg.engine.spec.draft_layers import DraftLayers
 from jdisagg.engine.spec.drafting import DraftingDecoder
-from jdisagg.engine.spec.eagle import EagleLayerGroup, HeadedDecoder
-from jdisagg.engine.spec.forced import ForcingDecoder
-from jdisagg.model.grammars.grammars import Grammars
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.engine.spec.eagle import EagleDecoder, EagleLayerGroup
+from jdisagg.engine.spec.forced import JumpForwardDecoder
+from jdisagg.model.grammars.grammars import CompiledGrammars
+from jdisagg.parallel.submesh import StageMesh
 
 # Steps that wait between two stages for KV in transfer.
 #
@@ -94,7 +94,7 @@ class HeldStep:
         return self._result.result().read()
 
 
-class Gates:
+class GatedSteps:
     """The steps of one executor that wait for KV."""
 
     def __init__(self) -> None:
@@ -135,11 +135,11 @@ class Gates:
 
 
 @dataclass(frozen=True)
-class Pending:
+class DispatchedStep:
     """A dispatched step; see `executor.PendingStep`."""
 
     step_id: int
-    rows: Drawing | None
+    rows: PendingSamples | None
     chunks: PendingChunks | None
     counts: tuple[tuple[ExpertLoad, list[Array]], ...] = ()  # tokens per expert, of the programs up to this step
 
@@ -153,20 +153,20 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Slots:
+class DecodeBatch:
     """The decode rows of a step: the plan and the microbatch."""
 
     plan: DecodeRows
-    batch: Microbatch
+    batch: MicrobatchState
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptBatch:
     """The chunks of a step: the plan, the packed arrays, and their copies on each submesh."""
 
     plan: PrefillChunks
-    packed: Packed
-    on: dict[Submesh, Chunks]
+    packed: PackedChunks
+    on: dict[StageMesh, Chunks]
 
 
 class Runner:
@@ -177,23 +177,23 @@ class Runner:
         layer_groups: Sequence[LayerGroup],
         config: WorkerConfig,
         vocab_size: int,
-        grammars: Grammars | None = None,
+        grammars: CompiledGrammars | None = None,
         adapters: AdapterSlots | None = None,
         draft: DraftLayers | None = None,
     ) -> None:
         """Makes the decoder and the prefiller of the role; draft: the draft model, if there is one."""
         self.layer_groups, self.config, self.adapters = layer_groups, config, adapters
         parts = layer_groups, config, vocab_size, grammars
-        self.prefiller = Prefiller(*parts) if config.computes_prompts else None
+        self.prefiller = PrefillRunner(*parts) if config.computes_prompts else None
         drafting = _drafting(*parts, draft) if config.role.decodes and config.draft_tokens else None
         self.drafts = drafting.drafts if drafting else None
         self.draft = draft
-        forcing = ForcingDecoder(*parts) if config.role.decodes and config.forced_tokens and not drafting else None
+        forcing = JumpForwardDecoder(*parts) if config.role.decodes and config.forced_tokens and not drafting else None
         self.forced = forcing.forced if forcing else None
         self.decoder = drafting or forcing or (Decoder(*parts) if config.role.decodes else None)
         self.turns = MultiStep(layer_groups[0], config) if config.is_multi_step else None
         self.joint = PipelinedMultiStep(config.decode.n, config.stage_slots) if config.is_pipelined_multi_step else None
-        self.gates = Gates()
+        self.gates = GatedSteps()
 
     @property
     def programs(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class Runner:
         return pending
 
     def _run_pipelined(self, step_id: int, rows: DecodeRows, joint: PipelinedMultiStep) -> PendingPipelinedMultiStep:
-        drawn = list[Drawing]()
+        drawn = list[PendingSamples]()
         for step in joint.of(rows):
             slots, _ = self._begin(step, None)
             assert slots is not None and self.decoder is not None, f"{self.config.worker} does not decode"
@@ -226,14 +226,14 @@ class Runner:
                 drawn.append(self.decoder.finish(slots.batch, step, self._logits(slots)))
         return PendingPipelinedMultiStep(step_id, rows, drawn, self._counts())
 
-    def _logits(self, slots: Slots) -> Array:
+    def _logits(self, slots: DecodeBatch) -> Array:
         """Returns the logits of decode rows alone, on the device that samples."""
         x: Any = None
         for group in self.layer_groups:
             x = self.through(group, slots, None, x)
         return self.layer_groups[-1].submesh.first_copy(x)
 
-    def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> StagedStep[Pending]:
+    def _stages(self, plan: StepPlan, group_done: GroupDone | None) -> StagedStep[DispatchedStep]:
         """Dispatches the step layer group by layer group; the groups of a decode worker are its stages."""
         slots, prompts, x = *self._begin(plan.decode, plan.prefill), None
         for stage, group in enumerate(self.layer_groups):
@@ -250,7 +250,9 @@ class Runner:
             x = self.through(group, slots, prompts, x)
         return x
 
-    def _begin(self, rows: DecodeRows | None, chunks: PrefillChunks | None) -> tuple[Slots | None, Prompts | None]:
+    def _begin(
+        self, rows: DecodeRows | None, chunks: PrefillChunks | None
+    ) -> tuple[DecodeBatch | None, PromptBatch | None]:
         """Returns the step's rows and chunks with their host changes sent and their adapters loaded."""
         slots = self.slots(rows)
         if self.adapters is not None:
@@ -260,20 +262,22 @@ class Runner:
                 slots.batch.find_adapters(self.adapters, slots.plan.active)
         return slots, self.prompts(chunks)
 
-    def slots(self, rows: DecodeRows | None) -> Slots | None:
+    def slots(self, rows: DecodeRows | None) -> DecodeBatch | None:
         if rows is None:
             return None
         assert self.decoder is not None, f"{self.config.worker} does not decode"
-        return Slots(rows, self.decoder.begin(rows))
+        return DecodeBatch(rows, self.decoder.begin(rows))
 
-    def prompts(self, chunks: PrefillChunks | None) -> Prompts | None:
+    def prompts(self, chunks: PrefillChunks | None) -> PromptBatch | None:
         if chunks is None:
             return None
         assert self.prefiller is not None, f"{self.config.worker} does not prefill"
         packed = pack(chunks, self.config, self.adapters)
-        return Prompts(chunks, packed, self.prefiller.spread(packed))
+        return PromptBatch(chunks, packed, self.prefiller.spread(packed))
 
-    def through(self, group: LayerGroup, slots: Slots | None, prompts: Prompts | None, x: Array | None) -> Any:
+    def through(
+        self, group: LayerGroup, slots: DecodeBatch | None, prompts: PromptBatch | None, x: Array | None
+    ) -> Any:
         """Runs one group: activations of the group before (None at the first) -> those after this one, or the last's
         results."""
         x = x if x is None else group.submesh.transfer(x)
@@ -287,8 +291,8 @@ class Runner:
             return run.decode(*inputs, x)
         return run.mixed(*inputs, prompts.on[group.submesh], x)
 
-    def _finish(self, plan: StepPlan, slots: Slots | None, prompts: Prompts | None, x: Any) -> Pending:
-        out = x if isinstance(x, MixedOut) else MixedOut(x, None, x)
+    def _finish(self, plan: StepPlan, slots: DecodeBatch | None, prompts: PromptBatch | None, x: Any) -> DispatchedStep:
+        out = x if isinstance(x, MixedResults) else MixedResults(x, None, x)
         rows = chunks = None
         if slots is not None:
             assert self.decoder is not None
@@ -300,7 +304,7 @@ class Runner:
             chunks = self.prefiller.finish(prompts.plan, prompts.packed, out.chunks, logits)
             if self.draft is not None and self.draft.kept:  # after sampling, so that no first token waits for it
                 self.draft.read(prompts.packed, prompts.on.get(self.draft.submesh))
-        return Pending(plan.step_id, rows, chunks, self._counts() if draws(rows, chunks) else ())
+        return DispatchedStep(plan.step_id, rows, chunks, self._counts() if draws(rows, chunks) else ())
 
     def _counts(self) -> tuple[tuple[ExpertLoad, list[Array]], ...]:
         return tuple((group.load, group.load.taken()) for group in self.layer_groups if group.sparse)
@@ -310,14 +314,14 @@ def _drafting(
     layer_groups: Sequence[LayerGroup],
     config: WorkerConfig,
     vocab_size: int,
-    grammars: Grammars | None,
+    grammars: CompiledGrammars | None,
     draft: DraftLayers | None,
 ) -> DraftingDecoder:
     parts = layer_groups, config, vocab_size, grammars
-    return HeadedDecoder(*parts) if isinstance(layer_groups[-1], EagleLayerGroup) else DraftingDecoder(*parts, draft)
+    return EagleDecoder(*parts) if isinstance(layer_groups[-1], EagleLayerGroup) else DraftingDecoder(*parts, draft)
 
 
-def draws(rows: Drawing | None, chunks: PendingChunks | None) -> bool:
+def draws(rows: PendingSamples | None, chunks: PendingChunks | None) -> bool:
     """Returns True if the step samples tokens, so that reading it waits for its programs."""
     return rows is not None or (chunks is not None and chunks.tokens is not None)
 
@@ -336,12 +340,12 @@ FREE = NAMES_ONLY | {"custom-call", "iota", "partition-id"}
 Event = Work | Start | End | Turns
 
 
-def read_schedule(module: Module) -> Events:
+def read_schedule(module: HloProgram) -> Events:
     """Returns the events of a compiled program; its text must be scheduled."""
     return tuple(_events(module, module.entry, depth=0))
 
 
-def _events(module: Module, name: str, *, depth: int) -> Iterator[Event]:
+def _events(module: HloProgram, name: str, *, depth: int) -> Iterator[Event]:
     body = module.computations.get(name, [])
     reader = _Reader(module, {each.name: each.shape for each in body}, depth)
     steps = [step for each in body for step in chains(module, each)]
@@ -364,12 +368,12 @@ def _events(module: Module, name: str, *, depth: int) -> Iterator[Event]:
 class _Reader:
     """Reads the events of one computation."""
 
-    module: Module
+    module: HloProgram
     shapes: dict[str, str]
     depth: int
     started: set[str] = field(default_factory=set)
 
-    def whole(self, each: Instruction) -> Iterator[Event]:
+    def whole(self, each: InstructionInfo) -> Iterator[Event]:
         """Yields the events of an instruction that is not a step of a chain: its collectives and its work."""
         sent = list(_sent(self.module, each, depth=self.depth))
         names = [each.name if number == 0 else f"{each.name}/{number}" for number in range(len(sent))]
@@ -381,7 +385,7 @@ class _Reader:
             yield _work(self.module, each, self.shapes)
         yield from map(End, names)
 
-    def step_of_chain(self, each: Instruction, chain: str, left: list[str]) -> Iterator[Event]:
+    def step_of_chain(self, each: InstructionInfo, chain: str, left: list[str]) -> Iterator[Event]:
         """Yields the events of one step of a chain. `left`: one entry per chain for each of its steps not read yet."""
         if chain not in self.started:
             self.started.add(chain)
@@ -392,7 +396,7 @@ class _Reader:
             yield End(chain)
 
 
-def _sent(module: Module, each: Instruction, *, depth: int) -> Iterator[Collective]:
+def _sent(module: HloProgram, each: InstructionInfo, *, depth: int) -> Iterator[Collective]:
     """Yields the collectives of an instruction or of the computations that it runs."""
     own = collective_of(each, depth=depth)
     if own is not None:
@@ -403,12 +407,12 @@ def _sent(module: Module, each: Instruction, *, depth: int) -> Iterator[Collecti
             yield from _sent(module, inner, depth=depth)
 
 
-def _work(module: Module, each: Instruction, shapes: dict[str, str]) -> Work:
+def _work(module: HloProgram, each: InstructionInfo, shapes: dict[str, str]) -> Work:
     made = Work(weight_bytes=sum(bytes_of(*array) for array in arrays(each.shape)))
     return sum(_products(module, each, shapes), made)
 
 
-def _products(module: Module, each: Instruction, shapes: dict[str, str]) -> Iterator[Work]:
+def _products(module: HloProgram, each: InstructionInfo, shapes: dict[str, str]) -> Iterator[Work]:
     """Yields the products of an instruction or those fused into it, without their results."""
     if each.opcode in PRODUCTS:
         (_, left), (dtype, right) = (arrays(shapes[operand])[0] for operand in each.operands[:2])

@@ -45,7 +45,7 @@ ONE = 0x3F800000  # the bits of 1.0, the largest weight
 COLDEST = 1e-6  # lower bound of temperatures above 0: logits divided by less would overflow f32
 
 
-class SamplingMetadata(NamedTuple):
+class SamplingTensors(NamedTuple):
     """The sampling parameters of B slots, packed in two host arrays so that an admission costs two small transfers."""
 
     ints: Array  # i32[B, INT_COLUMNS]
@@ -63,7 +63,7 @@ BIASES = len(FLOATS)
 FLOAT_COLUMNS = BIASES + MAX_LOGIT_BIAS
 
 
-class Counts(NamedTuple):
+class TokenCounters(NamedTuple):
     """The token counts that penalties use."""
 
     prompt: Array  # bool[B, V]: True if the prompt has the token
@@ -78,7 +78,7 @@ def pick_greedy(logits: Array) -> Array:
     return jnp.where(jnp.isfinite(largest[:, 0]), first, BROKEN).astype(jnp.int32)
 
 
-def pick(logits: Array, metadata: SamplingMetadata, counts: Counts | None, positions: Array) -> Array:
+def pick(logits: Array, metadata: SamplingTensors, counts: TokenCounters | None, positions: Array) -> Array:
     """Samples one token per slot, i32[B]; `positions` i32[B] are the sampled tokens' positions in their sequences.
     counts: None if penalties are applied already. BROKEN as in `pick_greedy`."""
     logits = biased(logits if counts is None else penalised(logits, metadata, counts), metadata)
@@ -109,7 +109,7 @@ def column_sums(values: Array) -> Array:
     return reduce(add, (values[:, row] for row in range(ROWS)))
 
 
-def penalised(logits: Array, metadata: SamplingMetadata, counts: Counts) -> Array:
+def penalised(logits: Array, metadata: SamplingTensors, counts: TokenCounters) -> Array:
     """Applies the repetition penalty (Keskar et al. 2019, section 4.1) over prompt and output, presence and frequency
     over output."""
     repetition, presence, frequency = (metadata.floats[:, c, None] for c in (REPETITION, PRESENCE, FREQUENCY))
@@ -119,7 +119,7 @@ def penalised(logits: Array, metadata: SamplingMetadata, counts: Counts) -> Arra
     return logits - frequency * counts.output.astype(logits.dtype) - presence * drawn.astype(logits.dtype)
 
 
-def biased(logits: Array, metadata: SamplingMetadata) -> Array:
+def biased(logits: Array, metadata: SamplingTensors) -> Array:
     """Adds each slot's logit biases; unused entries point past the vocabulary and are dropped."""
     tokens = metadata.ints[:, BIASED:]
     tokens = jnp.where(tokens < 0, logits.shape[1], tokens)
@@ -127,7 +127,7 @@ def biased(logits: Array, metadata: SamplingMetadata) -> Array:
     return logits.at[slots, tokens].add(metadata.floats[:, BIASES:], mode="drop")
 
 
-def without_stops(logits: Array, metadata: SamplingMetadata, positions: Array) -> Array:
+def without_stops(logits: Array, metadata: SamplingTensors, positions: Array) -> Array:
     """Masks stop tokens before the position from which `min_tokens` allows them."""
     early = positions < metadata.ints[:, FIRST_STOP_POSITION]
     stops = metadata.ints[:, STOPS:BIASED]
@@ -135,13 +135,13 @@ def without_stops(logits: Array, metadata: SamplingMetadata, positions: Array) -
     return logits.at[jnp.arange(logits.shape[0])[:, None], stops].set(NEVER, mode="drop")
 
 
-def is_stop(tokens: Array, metadata: SamplingMetadata, positions: Array) -> Array:
+def is_stop(tokens: Array, metadata: SamplingTensors, positions: Array) -> Array:
     """Returns bool[B]: True if the token sampled for that position ends its sequence."""
     allowed = positions >= metadata.ints[:, FIRST_STOP_POSITION]
     return allowed & jnp.any(tokens[:, None] == metadata.ints[:, STOPS:BIASED], axis=1)
 
 
-def truncated(weights: Array, metadata: SamplingMetadata) -> Array:
+def truncated(weights: Array, metadata: SamplingTensors) -> Array:
     """Returns the weights after min-p, top-k and top-p, zeros elsewhere. Parameters that no slot uses cost no time."""
     weights = jnp.where(weights >= metadata.floats[:, MIN_P, None, None], weights, 0.0)
     top_k, top_p = metadata.ints[:, TOP_K], metadata.floats[:, TOP_P]
@@ -197,7 +197,7 @@ def first_over(cumulated: Array, target: Array) -> tuple[Array, Array]:
     return place, before
 
 
-def uniform(metadata: SamplingMetadata, positions: Array) -> Array:
+def uniform(metadata: SamplingTensors, positions: Array) -> Array:
     """Returns f32[B] in [0, 1), a function of (seed, position) alone."""
     words = jax.lax.bitcast_convert_type(metadata.ints[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32)[:, ::-1]
 
@@ -216,16 +216,16 @@ def token_logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
     return chosen, ids.astype(jnp.int32), values
 
 
-def counted(counts: Counts, tokens: Array) -> Counts:
+def counted(counts: TokenCounters, tokens: Array) -> TokenCounters:
     """Returns the counts with one more output token per slot; tokens below 0 (masked slot, BROKEN) are not counted."""
     vocab = counts.output.shape[1]
     slots, tokens = jnp.arange(len(tokens)), jnp.where(tokens < 0, vocab, tokens)
     return counts._replace(output=counts.output.at[slots, tokens].add(1, mode="drop"))
 
 
-def with_row(counts: Counts, slot: Array, prompt: Array, output: Array) -> Counts:
+def with_row(counts: TokenCounters, slot: Array, prompt: Array, output: Array) -> TokenCounters:
     """Returns the counts with one slot's rows replaced: bool[V] and i32[V]."""
-    return Counts(counts.prompt.at[slot].set(prompt), counts.output.at[slot].set(output))
+    return TokenCounters(counts.prompt.at[slot].set(prompt), counts.output.at[slot].set(output))
 
 
 # Packs sampling parameters into the arrays that device programs read; host code with numpy only.
@@ -290,10 +290,10 @@ class SamplingRows:
             ints[BIASED + column], floats[BIASES + column] = token, bias
         floats[:BIASES] = [getattr(sampling, name) for name in FLOATS]
 
-    def on(self, put: Put) -> SamplingMetadata:
+    def on(self, put: Put) -> SamplingTensors:
         """Returns the metadata placed by `put`, made of copies: `put` may adopt its buffer, and these rows change
         later."""
-        return SamplingMetadata(*put((self.ints.copy(), self.floats.copy())))
+        return SamplingTensors(*put((self.ints.copy(), self.floats.copy())))
 
 
 def history_rows(history: History, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

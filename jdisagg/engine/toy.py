@@ -22,7 +22,7 @@ from jdisagg.core.steps import GRAMMAR, NGRAM, Admission, DecodeRows, KVTransfer
 from jdisagg.core.tiers import PageMove
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import GroupDone, PendingStep
-from jdisagg.engine.runner import Gates, StagedStep
+from jdisagg.engine.runner import GatedSteps, StagedStep
 
 VOCAB = 97
 NOTHING = -1  # content of a token slot that was never written
@@ -30,7 +30,7 @@ TOKEN_BYTES = 8  # bytes per token in a record
 ADAPTER_BITS = 16  # bits of the token in a token slot; the adapter's digest is above them
 
 
-class ToyFault(Exception):
+class ToyError(Exception):
     """Raised by an executor that was told to fail at a plan."""
 
 
@@ -130,7 +130,7 @@ class ToyExecutor:
         self.layer_groups = config.layer_groups or ((0, 1),)
         self.groups = [[[NOTHING] * config.page_size for _ in range(config.num_pages + 1)] for _ in self.layer_groups]
         self.slots: dict[int, ToySlot] = {}
-        self.gates = Gates()
+        self.gates = GatedSteps()
 
     @property
     def num_layers(self) -> int:
@@ -143,7 +143,7 @@ class ToyExecutor:
 
     def run(self, plan: StepPlan, group_done: GroupDone | None = None) -> PendingStep:
         if plan.step_id in self.fail_plans:
-            raise ToyFault(f"told to fail at plan {plan.step_id}")
+            raise ToyError(f"told to fail at plan {plan.step_id}")
         return self.gates.run(plan.decode.gates if plan.decode else (), self._stages(plan, group_done))
 
     def open_gates(self, attempt: Attempt) -> None:
@@ -325,11 +325,11 @@ def _advance(row: ToySlot, tokens: list[int], law: Callable[[list[int], Sampling
 
 
 def _check_recalled(sampling: SamplingParams, recalled: Sequence[int], tokens: list[int], num_output: int) -> None:
-    """Raises a `ToyFault` if the output that the host knows, from which grammar masks are made, is not the sampled
+    """Raises a `ToyError` if the output that the host knows, from which grammar masks are made, is not the sampled
     one."""
     drawn = tokens[len(tokens) - num_output :]
     if sampling.grammar and [marked(token, sampling) for token in recalled] != drawn:
-        raise ToyFault(f"the host knows {recalled} where {drawn} were drawn")
+        raise ToyError(f"the host knows {recalled} where {drawn} were drawn")
 
 
 def _asked(chunk: PrefillChunk) -> bool:

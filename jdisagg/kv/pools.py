@@ -22,32 +22,32 @@ from jax.sharding import PartitionSpec, Sharding
 
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.layout.stages import RingCut
-from jdisagg.parallel.submesh import AXIS, BOTH, RingMesh, Submesh, shards_here
+from jdisagg.parallel.submesh import AXIS, BOTH, RingMesh, StageMesh, shards_here
 from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.triton_attention import offsets_reach
 
 POOL_SPEC = PartitionSpec(None, AXIS)
 
 
-def pool_format(submesh: Submesh, *, scaled: bool = False) -> Format | Sharding:
+def pool_format(submesh: StageMesh, *, scaled: bool = False) -> Format | Sharding:
     """Returns the row-major format of a pool: kernels read a page as one run of memory. Scaled pages, numbers and
     scales, are only used in sizes that every platform lays out row-major by default."""
     return submesh.sharding(POOL_SPEC) if scaled else submesh.row_major(POOL_SPEC, 5)
 
 
-class PoolForm(NamedTuple):
+class PagePoolLayout(NamedTuple):
     """How the pages of a layer group are stored."""
 
     format: Format | Sharding
     apart: bool = False  # True: each layer in a pool of its own
 
     @staticmethod
-    def of(layout: KVLayout, num_layers: int, num_pages: int, submesh: Submesh) -> PoolForm:
+    def of(layout: KVLayout, num_layers: int, num_pages: int, submesh: StageMesh) -> PagePoolLayout:
         """Keeps layers apart if a GPU's kernels could not address all of one pool. See
         `pallas_kernels.triton_attention`."""
         numbers = num_layers * (num_pages + 1) * math.prod(layout.page_shape(submesh.tp))
         apart = submesh.devices[0].platform == "gpu" and not offsets_reach(numbers, layout.dtype)
-        return PoolForm(pool_format(submesh, scaled=layout.scaled), apart)
+        return PagePoolLayout(pool_format(submesh, scaled=layout.scaled), apart)
 
 
 class PagesOfStage(Protocol):
@@ -59,7 +59,7 @@ class PagesOfStage(Protocol):
     @property
     def layers(self) -> range: ...
     @property
-    def submesh(self) -> Submesh: ...
+    def submesh(self) -> StageMesh: ...
     @property
     def draft(self) -> str: ...  # see `StageShape`
     @property
@@ -81,7 +81,7 @@ class StagePages:
         layout: KVLayout,
         layers: range,
         num_pages: int,
-        submesh: Submesh,
+        submesh: StageMesh,
         *,
         joined: bool = False,
         draft: str = "",
@@ -100,7 +100,7 @@ class StagePages:
         return sum(part.nbytes for part in jax.tree.leaves(self.pools))
 
 
-def abstract_pool(layout: KVLayout, num_pages: int, submesh: Submesh, layers: int = 1) -> Any:
+def abstract_pool(layout: KVLayout, num_pages: int, submesh: StageMesh, layers: int = 1) -> Any:
     """Returns the shape and sharding of a pool of `layers` layers; nothing is allocated."""
     number, cut = layers * (num_pages + 1), pool_format(submesh, scaled=layout.scaled)
     heads, *page = layout.page_shape(submesh.tp)
@@ -117,7 +117,7 @@ def pool_of(layout: KVLayout, shape: tuple[int, ...], scales: tuple[int, ...], c
     return QuantizedPages(numbers, scale_shape)
 
 
-def abstract_pools(layout: KVLayout, num_layers: int, num_pages: int, submesh: Submesh, *, joined: bool) -> list[Any]:
+def abstract_pools(layout: KVLayout, num_layers: int, num_pages: int, submesh: StageMesh, *, joined: bool) -> list[Any]:
     """Returns the pools of a whole stage; nothing is allocated."""
     if joined:
         return [abstract_pool(layout, num_pages, submesh, num_layers)]
@@ -234,7 +234,7 @@ class RingStagePages:
     def __init__(self, pages: RingPages, stage: int) -> None:
         self._pages, self._stage = pages, stage
         self.layout, self.layers = pages.layout, pages.cut.runs[stage]
-        self.submesh: Submesh = pages.ring.stages[stage]
+        self.submesh: StageMesh = pages.ring.stages[stage]
 
     @property
     def pools(self) -> list[Array]:

@@ -26,7 +26,7 @@ from jdisagg.core.layout.kv_layout import NULL_PAGE, SCALED, KVLayout
 from jdisagg.core.layout.reshard import HeadPlan, Move, PageGroup, StageShape, narrower, padded_slices, plan_transfer
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.pools import POOL_SPEC, PagesOfStage, places_in, pool_format, pool_of, pools_of
-from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, Submesh, shards_here
+from jdisagg.parallel.submesh import AXIS, WHOLE, Device, Program, StageMesh, shards_here
 from pallas_kernels import PackedPages, QuantizedPages, digest_pages, pack_kv_pages, unpack_kv_pages, wire_error
 from pallas_kernels.platforms import traced_for
 from pallas_kernels.quantized import stored
@@ -241,7 +241,7 @@ SLICE_SPEC = PartitionSpec(None, None, AXIS)  # head slices are described at `He
 
 
 @dataclass(frozen=True)
-class LandedKV:
+class ReceivedSlices:
     """Some pages of some layers that have arrived or are on the way, as slices of the destination's heads."""
 
     stage: int  # stage of the destination
@@ -256,7 +256,7 @@ class TransferPrograms:
     separate program that runs while the numbers are already being sent."""
 
     def __init__(
-        self, submesh: Submesh, digests: Digests = Digests.FULL, error_bound: float = 1.0, *, scaled: bool = False
+        self, submesh: StageMesh, digests: Digests = Digests.FULL, error_bound: float = 1.0, *, scaled: bool = False
     ) -> None:
         """Declares the programs of `submesh`. `error_bound` is the largest accepted relative error of a layer that was
         quantised for the transfer. `scaled` is True if pages are quantised."""
@@ -293,12 +293,12 @@ class TransferPrograms:
             self._packs[key] = self.submesh.program(pack, (POOL_SPEC, WHOLE), SLICE_SPEC, as_stored=True)
         return self._packs[key]
 
-    def insert(self, pools: Sequence[Pool], pages: np.ndarray, landed: LandedKV) -> list[Pool]:
+    def insert(self, pools: Sequence[Pool], pages: np.ndarray, landed: ReceivedSlices) -> list[Pool]:
         """Returns the pools of `landed.layers` (donated) with its pages written. `pages` as `pools.places_in` returns
         them."""
         return self.insert_program(list(pools), self.submesh.put(pages), landed.slices.numbers)[0]
 
-    def check(self, landed: LandedKV) -> Array | None:
+    def check(self, landed: ReceivedSlices) -> Array | None:
         """Returns bool[tp], True for each shard with intact slices; None if neither digests nor errors were sent."""
         slices = landed.slices
         return self.check_program(slices) if slices.digests or slices.errors else None
@@ -314,7 +314,7 @@ def insert_pages(pools: list[Pool], pages: Array, slices: HeadSlices) -> tuple[l
 
 
 @dataclass(frozen=True)
-class PackedKV:
+class PackedMove:
     """The packed pages of one move of the plan, still at the source."""
 
     move: Move
@@ -360,14 +360,14 @@ def _shape_of(stage: PagesOfStage) -> StageShape:
 
 def pack_pages(
     source: Sequence[PagesOfStage],
-    programs: dict[Submesh, TransferPrograms],
+    programs: dict[StageMesh, TransferPrograms],
     shapes: Sequence[StageShape],
     source_pages: Sequence[int],
     destination_pages: Sequence[int],
     layers: tuple[int, int] | None = None,
     wire: str = RAW,
     monitor: ErrorMonitor | None = None,
-) -> list[PackedKV]:
+) -> list[PackedMove]:
     """Packs the pages of `layers` (None: all) for stages of these shapes, in program order; returns without waiting.
     The two sides may cut layers and heads differently. The page lists name the same tokens in pages of each side's own
     size. `programs` are the source's. Layers that `monitor` does not allow are sent raw."""
@@ -383,7 +383,7 @@ def pack_pages(
         if monitor is not None and kind != RAW:
             monitor.watch(move.route.layers, slices.errors)
         size = move.span.groups * move.route.group.destination
-        packed.append(PackedKV(move, slices, padded(destination_pages[slice(*move.span.destination)], size)))
+        packed.append(PackedMove(move, slices, padded(destination_pages[slice(*move.span.destination)], size)))
     return packed
 
 
@@ -398,14 +398,14 @@ def _pack(
 
 def ship_pages(
     source: Sequence[PagesOfStage],
-    programs: dict[Submesh, TransferPrograms],
+    programs: dict[StageMesh, TransferPrograms],
     destination: Sequence[PagesOfStage],
     source_pages: Sequence[int],
     destination_pages: Sequence[int],
     layers: tuple[int, int] | None = None,
     wire: str = RAW,
     monitor: ErrorMonitor | None = None,
-) -> tuple[list[LandedKV], list[PackedKV]]:
+) -> tuple[list[ReceivedSlices], list[PackedMove]]:
     """Packs as `pack_pages` and starts the transfer to stages of this process. Returns the slices on their way and the
     packed pages at the source."""
     shapes = shapes_of(destination)
@@ -442,7 +442,7 @@ def slice_shapes(
 
 
 def check_landed(
-    stages: Sequence[PagesOfStage], programs: dict[Submesh, TransferPrograms], landed: Sequence[LandedKV]
+    stages: Sequence[PagesOfStage], programs: dict[StageMesh, TransferPrograms], landed: Sequence[ReceivedSlices]
 ) -> list[Array]:
     """Starts to compare digests and errors. Returns bool[tp] for each move that brought some. `programs` are the
     destination's."""
@@ -451,7 +451,7 @@ def check_landed(
 
 
 def insert_landed(
-    stages: Sequence[PagesOfStage], programs: dict[Submesh, TransferPrograms], landed: Sequence[LandedKV]
+    stages: Sequence[PagesOfStage], programs: dict[StageMesh, TransferPrograms], landed: Sequence[ReceivedSlices]
 ) -> None:
     """Writes the received slices into the pools of their stages, in place. `programs` are the destination's."""
     for each in landed:
@@ -460,28 +460,28 @@ def insert_landed(
         stage.pools[pool_slice] = programs[stage.submesh].insert(stage.pools[pool_slice], places, each)
 
 
-def send(packed: PackedKV, stage: PagesOfStage) -> LandedKV:
+def send(packed: PackedMove, stage: PagesOfStage) -> ReceivedSlices:
     """Starts one put of every array to its destination device, shard by shard; returns without waiting. If the stage
     spans processes, only the shards of this process are sent."""
-    kinds, seats = packed.slices.kinds, Seats.of(stage, packed.width, len(packed.slices.kinds))
+    kinds, seats = packed.slices.kinds, DestinationDevices.of(stage, packed.width, len(packed.slices.kinds))
     arrays = [array for shard in seats.shards for array in packed.arrays_for(shard)]
     assert None not in arrays, f"stage {packed.stage} takes shards of another process, which only a transport brings"
     arrays = jax.device_put(arrays, seats.devices)
-    return LandedKV(packed.stage, packed.layers, seats.joined(arrays, kinds), packed.pages)
+    return ReceivedSlices(packed.stage, packed.layers, seats.joined(arrays, kinds), packed.pages)
 
 
 @dataclass(frozen=True)
-class Seats:
+class DestinationDevices:
     """The destination devices of one move's arrays, for the shards of this process."""
 
-    submesh: Submesh
+    submesh: StageMesh
     padding: list[list[bool]]  # [shard][array]: True if the array is padding and not sent
 
     @staticmethod
-    def of(stage: PagesOfStage, width: int, kinds: int) -> Seats:
+    def of(stage: PagesOfStage, width: int, kinds: int) -> DestinationDevices:
         """Returns the devices at a stage whose shards take `width` arrays each, of `kinds` kinds."""
         padded = padded_slices(stage.layout.num_kv_heads, stage.submesh.tp, width // kinds)
-        return Seats(stage.submesh, [row * kinds for row in padded])
+        return DestinationDevices(stage.submesh, [row * kinds for row in padded])
 
     @property
     def shards(self) -> list[int]:

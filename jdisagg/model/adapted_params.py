@@ -14,21 +14,21 @@ from jax.sharding import PartitionSpec
 
 from jdisagg.core.layout.stages import RingCut
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.lora import SHARED, AdapterCapacity, AdapterWeights, Factor, attached, factors_of
+from jdisagg.model.lora import SHARED, AdapterCapacity, AdapterWeights, FactorSpec, attached, factors_of
 from jdisagg.model.network import Stage
 from jdisagg.model.params import StageParams, dotted
 from jdisagg.model.ring_params import RingParams
-from jdisagg.parallel.submesh import AXIS, RING, RingMesh, Submesh
+from jdisagg.parallel.submesh import AXIS, RING, RingMesh, StageMesh
 
-Mesh = Submesh | RingMesh
+Mesh = StageMesh | RingMesh
 
 
 @dataclass(frozen=True, slots=True)
-class FactorLeaf:
+class FactorTensor:
     """One LoRA factor as an array on a mesh. `layers` holds one model layer per ring stage, or a single layer without a
     ring."""
 
-    factor: Factor
+    factor: FactorSpec
     layers: tuple[int | None, ...]  # None: padding
     mesh: Mesh
 
@@ -84,7 +84,7 @@ class AdaptedParams(StageParams):
     """Stage parameters whose last leaves are adapter factors."""
 
     bare: StageParams = field(kw_only=True)  # the stage without adapters; its list of leaves is empty
-    factors: tuple[FactorLeaf, ...] = field(kw_only=True)
+    factors: tuple[FactorTensor, ...] = field(kw_only=True)
 
     def merge(self, leaves: list[Array]) -> Stage:
         stage = self.bare.merge(leaves[: self.first])
@@ -96,16 +96,16 @@ class AdaptedParams(StageParams):
         """Index of the first factor among the leaves."""
         return len(self.specs) - len(self.factors)
 
-    def _with(self, leaves: Sequence[Array]) -> list[tuple[FactorLeaf, Array]]:
+    def _with(self, leaves: Sequence[Array]) -> list[tuple[FactorTensor, Array]]:
         return list(zip(self.factors, leaves[self.first :], strict=True))
 
 
 def with_room(
-    params: StageParams, model: ModelConfig, layers: range, room: AdapterCapacity, mesh: Submesh
+    params: StageParams, model: ModelConfig, layers: range, room: AdapterCapacity, mesh: StageMesh
 ) -> AdaptedParams:
     """Returns the stage (or its abstract shapes) with empty adapter slots."""
     factors = factors_of(model, layers, room)
-    return _joined(params, [FactorLeaf(each, (layers[each.place],), mesh) for each in factors])
+    return _joined(params, [FactorTensor(each, (layers[each.place],), mesh) for each in factors])
 
 
 def ring_with_room(
@@ -113,10 +113,10 @@ def ring_with_room(
 ) -> AdaptedParams:
     """Returns a ring's parameters with empty adapter slots; see `with_room`."""
     factors = factors_of(model, cut.numbers, room)
-    return _joined(params, [FactorLeaf(each, tuple(row[each.place] for row in cut.places), mesh) for each in factors])
+    return _joined(params, [FactorTensor(each, tuple(row[each.place] for row in cut.places), mesh) for each in factors])
 
 
-def _joined(params: StageParams, factors: list[FactorLeaf]) -> AdaptedParams:
+def _joined(params: StageParams, factors: list[FactorTensor]) -> AdaptedParams:
     abstract = any(isinstance(each, jax.ShapeDtypeStruct) for each in params.leaves)
     return AdaptedParams(
         params.graphdef,
@@ -129,7 +129,7 @@ def _joined(params: StageParams, factors: list[FactorLeaf]) -> AdaptedParams:
     )
 
 
-def _own_sums(params: StageParams, factors: Sequence[FactorLeaf]) -> int:
+def _own_sums(params: StageParams, factors: Sequence[FactorTensor]) -> int:
     """Returns the number of extra reductions that adapters of quantized row-parallel matrices need. The integer
     products are reduced before the adapters' contributions are added, so each contribution has its own sum."""
     tree = jax.tree.unflatten(params.treedef, params.leaves)

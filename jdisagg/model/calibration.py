@@ -20,14 +20,14 @@ from flax import nnx
 from jax import Array
 
 from jdisagg.core.model_config import AS_ACTIVATIONS, ModelConfig, WeightFormat
-from jdisagg.model.experts import ExpertMLP
-from jdisagg.model.names import Leaf, layer_leaves, stage_leaves
+from jdisagg.model.experts import ExpertLayer
+from jdisagg.model.names import LeafSpec, layer_leaves, stage_leaves
 from jdisagg.model.network import Attend, Layer, OptionsOf, RMSNorm, Weight, dense_attend, scored, soft_capped
 from jdisagg.model.params import dotted
-from jdisagg.model.products import STORED, MatrixForm, product, quantized
+from jdisagg.model.products import STORED, MatrixFormat, product, quantized
 from jdisagg.model.rope import inverse_frequencies, rotations
 from jdisagg.model.shards import shard_of_leaf
-from jdisagg.model.sources import Source
+from jdisagg.model.sources import TensorSource
 from pallas_kernels.quantized import quantize_rows
 
 WORST_ERROR = 0.1  # relative change of what a layer adds to the residual stream, caused by one matrix
@@ -40,7 +40,7 @@ TEXT = (
 
 
 @dataclass(frozen=True)
-class Loss:
+class AccuracyReport:
     """Loss of one weight format against the full model, on one text."""
 
     weights: WeightFormat
@@ -50,8 +50,8 @@ class Loss:
 
 
 def measure_loss(
-    source: Source, config: ModelConfig, dtype: str, tokens: Sequence[int], worst_error: float = WORST_ERROR
-) -> Loss:
+    source: TensorSource, config: ModelConfig, dtype: str, tokens: Sequence[int], worst_error: float = WORST_ERROR
+) -> AccuracyReport:
     """Measures the loss of weights in "bfloat16", "int8" or "fp8" on the default device. Raises what loading raises."""
     full = rounded = embedded(source, config, tokens)
     programs = dict[Any, LayerPrograms]()
@@ -68,10 +68,12 @@ def measure_loss(
         full, rounded = program.run(leaves, full, None), program.run(leaves, rounded, exact_paths)
         errors |= {f"{layer}.{path}": float(error) for path, error in errors_found.items()}
     weights = WeightFormat(dtype, frozenset(path for path, error in errors.items() if not error <= worst_error))
-    return Loss(weights, *_compared(*_logits(source, config, dtype, full, rounded)), errors)
+    return AccuracyReport(weights, *_compared(*_logits(source, config, dtype, full, rounded)), errors)
 
 
-def measure_kv_loss(source: Source, config: ModelConfig, dtype: str, tokens: Sequence[int]) -> tuple[float, float]:
+def measure_kv_loss(
+    source: TensorSource, config: ModelConfig, dtype: str, tokens: Sequence[int]
+) -> tuple[float, float]:
     """Measures the loss of KV pages in "int8" or "float8_e4m3fn", with weights in f32. Returns (KL divergence in nats
     per token, greedy agreement)."""
     full = rounded = embedded(source, config, tokens)
@@ -105,14 +107,14 @@ def attend_to_rounded(dtype: str, options_of: OptionsOf) -> Attend:
     return rounded
 
 
-def embedded(source: Source, config: ModelConfig, tokens: Sequence[int]) -> Array:
+def embedded(source: TensorSource, config: ModelConfig, tokens: Sequence[int]) -> Array:
     """Returns the scaled embeddings of the tokens, f32[T, hidden]."""
     table = _leaf(source, config, range(1), "embed")
     return jnp.asarray(table[np.asarray(tokens)]) * np.float32(config.embedding_scale)
 
 
 @dataclass(frozen=True)
-class LayerOutline:
+class LayerTree:
     """The structure of one whole layer on one device: module graph, leaf paths and matrices to round."""
 
     graphdef: Any
@@ -120,7 +122,7 @@ class LayerOutline:
     paths: list[str]
     matrices: frozenset[str]  # paths of the matrices to round
 
-    def rules(self, config: ModelConfig, layer: int) -> list[Leaf]:
+    def rules(self, config: ModelConfig, layer: int) -> list[LeafSpec]:
         table = layer_leaves(config, f"model.layers.{layer}")
         return [table[path] for path in self.paths]
 
@@ -128,13 +130,13 @@ class LayerOutline:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
-def _outline(config: ModelConfig, number: int, dtype: str) -> LayerOutline:
+def _outline(config: ModelConfig, number: int, dtype: str) -> LayerTree:
     layer = nnx.eval_shape(lambda: Layer(config, number, tp=1, axis=None, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(layer)
     flattened, treedef = jax.tree_util.tree_flatten_with_path(state)
     weights, paths = WeightFormat(dtype), [dotted(path) for path, _ in flattened]
     matrices = (path for path in _matrices(layer) if weights.of(f"{number}.{path}") == dtype)
-    return LayerOutline(graphdef, treedef, paths, frozenset(matrices))
+    return LayerTree(graphdef, treedef, paths, frozenset(matrices))
 
 
 def _matrices(layer: Layer) -> dict[str, Weight]:
@@ -148,7 +150,7 @@ class LayerPrograms:
         self,
         config: ModelConfig,
         layer: int,
-        outline: LayerOutline,
+        outline: LayerTree,
         dtype: str,
         attend_by: Callable[[OptionsOf], Attend] = dense_attend,
     ) -> None:
@@ -164,9 +166,9 @@ class LayerPrograms:
         if exact_paths is not None:
             for path, weight in _matrices(layer).items():
                 stays = path in exact_paths or path not in self.outline.matrices
-                weight.become(MatrixForm(False, AS_ACTIVATIONS if stays else self._dtype))
-            if isinstance(layer.mlp, ExpertMLP):
-                layer.mlp.become(MatrixForm(False, WeightFormat(self._dtype).of_experts))
+                weight.become(MatrixFormat(False, AS_ACTIVATIONS if stays else self._dtype))
+            if isinstance(layer.mlp, ExpertLayer):
+                layer.mlp.become(MatrixFormat(False, WeightFormat(self._dtype).of_experts))
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
         local = config.window(self._layer) is not None and config.local_rope_theta is not None
         rotation = rotations(jnp.arange(x.shape[0]), inverse_frequencies(config, local=local), factor)
@@ -182,7 +184,7 @@ class LayerPrograms:
         }
 
 
-def _logits(source: Source, config: ModelConfig, dtype: str, full: Array, rounded: Array) -> tuple[Array, Array]:
+def _logits(source: TensorSource, config: ModelConfig, dtype: str, full: Array, rounded: Array) -> tuple[Array, Array]:
     """Returns the logits f32[T, V] of both streams; the rounded stream's head is rounded as in serving."""
     last = range(config.num_layers - 1, config.num_layers)
     norm, head = RMSNorm(config.hidden_size, config, jnp.float32), jnp.asarray(_leaf(source, config, last, "head"))
@@ -190,14 +192,14 @@ def _logits(source: Source, config: ModelConfig, dtype: str, full: Array, rounde
     full, rounded = norm(full), norm(rounded)
     if WeightFormat(dtype).is_scaled:
         kernel, scale = quantized(head, dtype)
-        rounded = product(rounded, kernel, scale[:, 0], MatrixForm(True, dtype))
+        rounded = product(rounded, kernel, scale[:, 0], MatrixFormat(True, dtype))
     else:
         rounded = scored(rounded, head.astype(STORED[dtype]))
     cap = config.final_soft_cap
     return soft_capped(scored(full, head), cap), soft_capped(rounded, cap)
 
 
-def _leaf(source: Source, config: ModelConfig, layers: range, path: str) -> np.ndarray:
+def _leaf(source: TensorSource, config: ModelConfig, layers: range, path: str) -> np.ndarray:
     return shard_of_leaf(source, stage_leaves(config, layers, 1)[path], 0, 1, np.float32)
 
 

@@ -122,7 +122,7 @@ SPACES = re.compile(r"\s*")
 SLICE = 16_384  # characters searched per regex call, which bounds how long the interpreter lock is held
 
 
-class Part(NamedTuple):
+class PromptSegment(NamedTuple):
     """A segment of a prompt: a special token's id, or plain text."""
 
     token: int | None
@@ -135,7 +135,7 @@ def new_mark() -> str:
     return "\ufdd0" + secrets.token_hex(8)
 
 
-class SpecialText:
+class SpecialTokens:
     """The special tokens of a tokenizer, searchable in text."""
 
     def __init__(self, raw: tokenizers.Tokenizer) -> None:
@@ -184,20 +184,23 @@ class SpecialText:
                 if found.start() < start + SLICE:
                     yield found.start()
 
-    def parts(self, text: str, mark: str) -> list[Part]:
+    def parts(self, text: str, mark: str) -> list[PromptSegment]:
         """Splits a marked prompt into segments without marks. Special tokens with lstrip or rstrip remove adjacent
         white space."""
-        escaped, parts, plain, at = re.escape(mark), list[Part](), "", 0
+        escaped, parts, plain, at = re.escape(mark), list[PromptSegment](), "", 0
         for found in re.finditer(f"{EDGE}{escaped}|{escaped}((?:{self._any})?)|({self._any})", text):
             plain += text[at : found.start()] + (found[1] or "")
             at = found.end()
             if found[2] is not None:
                 number, token = self._tokens[found[2]]
-                parts += [Part(None, plain.rstrip() if token.lstrip else plain), Part(number, found[2])]
+                parts += [
+                    PromptSegment(None, plain.rstrip() if token.lstrip else plain),
+                    PromptSegment(number, found[2]),
+                ]
                 plain = ""
                 if token.rstrip:
                     at = found.end() + len(SPACES.match(text, at)[0])  # pyright: ignore[reportOptionalSubscript]
-        parts.append(Part(None, plain + text[at:]))
+        parts.append(PromptSegment(None, plain + text[at:]))
         return [part for part in parts if part.text]
 
 

@@ -23,11 +23,11 @@ from jdisagg.model.files import first_line, regular
 from jdisagg.model.gguf import config as gguf_config
 from jdisagg.model.gguf.file import is_gguf, read_gguf
 from jdisagg.model.gguf.source import GGUFSource
-from jdisagg.model.hf_config import GenerationDefaults
+from jdisagg.model.hf_config import GenerationSettings
 from jdisagg.model.names import Index, matrix_leaves
-from jdisagg.model.quantized.config import Scaled, read_quantization
+from jdisagg.model.quantized.config import ScaledFormat, read_quantization
 from jdisagg.model.quantized.source import QuantizedSource
-from jdisagg.model.sources import HFSource, RandomSource, Source, stored_channels
+from jdisagg.model.sources import HFSource, RandomSource, TensorSource, stored_channels
 
 # Orbax checkpoints: tensors under their Hugging Face names, stored in chunks so that a shard reads only its slice.
 # The weights are in `weights/`; the other files are those of a Hugging Face folder.
@@ -110,14 +110,14 @@ def read_model(place: str | Path) -> ModelConfig:
     return gguf_config.model_config(read_gguf(place)) if is_gguf(place) else hf_config.read_config(place)
 
 
-def read_defaults(place: str | Path) -> GenerationDefaults:
+def read_defaults(place: str | Path) -> GenerationSettings:
     """Returns the model's end tokens and sampling defaults. Raises `CheckpointError`."""
     if is_gguf(place):
         return gguf_config.generation_defaults(read_gguf(place))
     return hf_config.read_generation_config(place)
 
 
-def open_source(place: str | Path, load_format: str, config: ModelConfig, seed: int = 0) -> Source:
+def open_source(place: str | Path, load_format: str, config: ModelConfig, seed: int = 0) -> TensorSource:
     """Returns the weights of the model at `place`. "random" reads no file: weights follow from `seed` and `config`."""
     if load_format == "random":
         return RandomSource(config, seed)
@@ -137,7 +137,12 @@ def stored_weights(place: str | Path, load_format: str, config: ModelConfig) -> 
     if load_format != "hf" or is_gguf(place) or not (Path(place) / "config.json").exists():
         return None
     found = read_quantization(Path(place))
-    if found is None or not found.activations or not isinstance(found.scheme, Scaled) or found.scheme.block is not None:
+    if (
+        found is None
+        or not found.activations
+        or not isinstance(found.scheme, ScaledFormat)
+        or found.scheme.block is not None
+    ):
         return None
     dtype = found.scheme.of_products
     if not weight_files(place):

@@ -31,22 +31,22 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.checkpoint import why_no_model
 from jdisagg.model.files import read_json
 from jdisagg.model.hf_config import parse_config
-from jdisagg.model.names import Index, Leaf, Part, layer_leaves
+from jdisagg.model.names import Index, LeafSpec, TensorSlice, layer_leaves
 from jdisagg.model.network import Attend, Layer, scored
 from jdisagg.model.norms import RMSNorm, normed
 from jdisagg.model.params import (
     AXIS,
-    AbstractStage,
     StageSpec,
+    StageTree,
     check_leaves,
     dotted,
     load_leaf,
     placed_leaves,
     weight_forms,
 )
-from jdisagg.model.products import MatrixForm, layout_of
-from jdisagg.model.rope import Rotation, inverse_frequencies, rotations
-from jdisagg.model.sources import HFSource, Source
+from jdisagg.model.products import MatrixFormat, layout_of
+from jdisagg.model.rope import RotaryTable, inverse_frequencies, rotations
+from jdisagg.model.sources import HFSource, TensorSource
 from jdisagg.model.weight import Weight
 
 TOKENS = "d2t"
@@ -95,14 +95,14 @@ class DraftHead(nnx.Module):
     def become(self, out_first: bool) -> None:
         for _, module in list(nnx.iter_modules(self)):
             if isinstance(module, Weight):
-                module.become(MatrixForm(out_first))
+                module.become(MatrixFormat(out_first))
 
     def __call__(self, embedded: Array, states: Array, positions: Array, attend: Attend) -> Array:
         """Returns the predicted states after these tokens, from their embeddings and the states before them."""
         x = self.fc(jnp.concatenate([embedded.astype(self.dtype), states.astype(self.dtype)], axis=-1))
         return normed(self.norm, self.layer(x, self.rotation(positions), 0, attend))
 
-    def rotation(self, positions: Array) -> Rotation:
+    def rotation(self, positions: Array) -> RotaryTable:
         scaling = self.config.rope_scaling
         return rotations(positions, inverse_frequencies(self.config), scaling.attention_factor if scaling else 1.0)
 
@@ -119,9 +119,9 @@ class DraftHead(nnx.Module):
 class HeadModel:
     """A draft head with its weights and those of its target model, which it shares in part."""
 
-    source: Source
+    source: TensorSource
     config: HeadConfig
-    model: Source
+    model: TensorSource
 
 
 def read_head(folder: Path, model: ModelConfig, label: str) -> HeadConfig:
@@ -164,7 +164,7 @@ def _layer_config(folder: Path) -> ModelConfig:
     return replace(found, layer_windows=(window,) * found.num_layers)
 
 
-def read_tokens(source: Source, vocab_size: int, label: str) -> tuple[int, ...] | None:
+def read_tokens(source: TensorSource, vocab_size: int, label: str) -> tuple[int, ...] | None:
     """Returns the draft vocabulary; None if it is the whole one. Raises ConfigError."""
     shape = source.shape(TOKENS)
     if shape is None:
@@ -205,7 +205,7 @@ class _SharedHeadSource:
         assert whole is not None
         return self._model.read(self._head, tuple(slice(0, size) for size in whole))[list(self._tokens or ())][index]
 
-    def _of(self, name: str) -> Source:
+    def _of(self, name: str) -> TensorSource:
         return self._model if name == EMBED else self._own
 
 
@@ -238,7 +238,7 @@ def load_head(head: HeadModel, mesh: Mesh, dtype: DTypeLike, embeds: bool, out_f
     return HeadParams(abstract.graphdef, abstract.treedef, leaves, specs, abstract.paths)
 
 
-def _abstract(config: HeadConfig, tp: int, dtype: DTypeLike, embeds: bool, out_first: bool) -> AbstractStage:
+def _abstract(config: HeadConfig, tp: int, dtype: DTypeLike, embeds: bool, out_first: bool) -> StageTree:
     def formed() -> DraftHead:
         axis = AXIS if tp > 1 else None
         made = DraftHead(config, embeds=embeds, tp=tp, axis=axis, dtype=dtype, rngs=nnx.Rngs(0))
@@ -249,19 +249,19 @@ def _abstract(config: HeadConfig, tp: int, dtype: DTypeLike, embeds: bool, out_f
     graphdef, state = nnx.split(made)
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
     paths, leaves = [dotted(path) for path, _ in found], [leaf for _, leaf in found]
-    return AbstractStage(graphdef, treedef, paths, leaves, weight_forms(made))
+    return StageTree(graphdef, treedef, paths, leaves, weight_forms(made))
 
 
-def head_leaves(config: HeadConfig) -> dict[str, Leaf]:
+def head_leaves(config: HeadConfig) -> dict[str, LeafSpec]:
     """Returns every leaf that a head can have, by path, with the tensor names of EAGLE checkpoints."""
     size, rows = config.layer.hidden_size, config.layer.vocab_size
     return {
         **{f"layer.{path}": leaf for path, leaf in layer_leaves(config.layer, "layers.0").items()},
-        "fc.kernel": Leaf((Part(FC, (size, 2 * size)),), transposed=True),
-        "fc.bias": Leaf((Part(FC_BIAS, (size,)),)),
-        "norm.scale": Leaf((Part(NORM, (size,)),)),
-        "embed": Leaf((Part(EMBED, (rows, size)),)),
-        "rows": Leaf((Part(ROWS, (config.num_tokens, size)),)),
+        "fc.kernel": LeafSpec((TensorSlice(FC, (size, 2 * size)),), transposed=True),
+        "fc.bias": LeafSpec((TensorSlice(FC_BIAS, (size,)),)),
+        "norm.scale": LeafSpec((TensorSlice(NORM, (size,)),)),
+        "embed": LeafSpec((TensorSlice(EMBED, (rows, size)),)),
+        "rows": LeafSpec((TensorSlice(ROWS, (config.num_tokens, size)),)),
     }
 
 

@@ -23,8 +23,8 @@ from jdisagg.core.errors import MissingTensor, WrongShape
 from jdisagg.core.model_config import Experts, ModelConfig
 from jdisagg.model.families import EXPERT_NAMES
 from jdisagg.model.names import Index
-from jdisagg.model.products import MatrixForm
-from jdisagg.model.sources import ScaledSource, Source, StoredChannels
+from jdisagg.model.products import MatrixFormat
+from jdisagg.model.sources import ScaledSource, StoredChannels, TensorSource
 from pallas_kernels import grouped_product
 
 Gate = Callable[[Array, Array], Array]  # (gate channels, up channels) -> input of the down projection
@@ -66,7 +66,7 @@ def clamped_swiglu(gate: Array, up: Array) -> Array:
     return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
 
 
-class ExpertMLP(nnx.Module):
+class ExpertLayer(nnx.Module):
     """One shard's experts, with gate channels before up channels; every shard has the whole router.
 
     Matrices are created as [experts, in, out] in the activation dtype; `become` converts them to a platform's layout.
@@ -88,7 +88,7 @@ class ExpertMLP(nnx.Module):
         assert config.experts is not None, config.family
         self.experts, self.axis, self.shared = config.experts, axis, shared
         held, hidden, width = self.experts.held(tp), config.hidden_size, self.experts.width
-        self.form = MatrixForm()
+        self.form = MatrixFormat()
         self.gate = clamped_swiglu if self.experts.clamped else gate
 
         def normal(scale: float, *shape: int, dtype: DTypeLike = dtype) -> nnx.Param:
@@ -106,9 +106,9 @@ class ExpertMLP(nnx.Module):
         self.down = normal((2 * config.num_layers * width) ** -0.5, held, width, hidden)
         self.down_bias = zeros(self.experts.bias, held, hidden)
 
-    def become(self, form: MatrixForm) -> None:
+    def become(self, form: MatrixFormat) -> None:
         """Converts the matrices in place to another form, which must not be quantised."""
-        assert self.form == MatrixForm() and not form.is_scaled, (self.form, form)
+        assert self.form == MatrixFormat() and not form.is_scaled, (self.form, form)
         for name in MATRICES:
             matrices = getattr(self, name)[...]
             matrices = matrices.astype(form.stored(matrices.dtype))
@@ -171,7 +171,7 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 class FusedExperts:
     """A source that presents fused expert tensors as one tensor per expert."""
 
-    def __init__(self, source: Source, config: ModelConfig):
+    def __init__(self, source: TensorSource, config: ModelConfig):
         assert config.experts is not None, config
         names = EXPERT_NAMES[config.family]
         gate, up, down = names.matrices
@@ -228,7 +228,7 @@ class FusedExperts:
         return f"{found[1]}.{BLOCK}.experts.{tensor}", int(found[2]), rows
 
 
-def with_split_experts(source: Source, config: ModelConfig) -> Source:
+def with_split_experts(source: TensorSource, config: ModelConfig) -> TensorSource:
     """Returns a source with one tensor per expert, whichever way `source` stores them."""
     sparse = [layer for layer in range(config.num_layers) if config.is_sparse(layer)]
     if not sparse or EXPERT_NAMES[config.family].fused:

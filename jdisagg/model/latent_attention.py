@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.norms import RMSNorm, normed
-from jdisagg.model.rope import Rotation, rotate
+from jdisagg.model.rope import RotaryTable, rotate
 from jdisagg.model.weight import Weight, summed
 
 # The KV cache holds one row per token: its latent (R elements) and a rotated key that all heads share. A head's key is
@@ -98,7 +98,7 @@ class LatentAttention(nnx.Module):
         self.out = weight(self.heads * self.latent.v_head_dim, hidden, bias=config.o_bias)
         self.looped = False  # no barrier is needed here, unlike in `Attention`
 
-    def __call__(self, x: Array, rotation: Rotation, layer: int, attend: AttendLatents) -> Array:
+    def __call__(self, x: Array, rotation: RotaryTable, layer: int, attend: AttendLatents) -> Array:
         latent, split = self.latent, [self.latent.qk_nope_head_dim]
         q = self.q_up(x if self.q_down is None else normed(self.q_norm, self.q_down(x)))
         nope, rope = jnp.split(q.reshape(*x.shape[:-1], self.heads, latent.q_head_dim), split, axis=-1)
@@ -108,5 +108,5 @@ class LatentAttention(nnx.Module):
         mixed = attend(layer, LatentQueries(nope, self._rotated(rope, rotation), up), row, None, None)
         return summed(self.out, mixed.reshape(*x.shape[:-1], self.heads * latent.v_head_dim), self.axis)
 
-    def _rotated(self, x: Array, rotation: Rotation) -> Array:
+    def _rotated(self, x: Array, rotation: RotaryTable) -> Array:
         return rotate(halves_of(x) if self.latent.interleaved else x, rotation)

@@ -18,16 +18,9 @@ from jax.sharding import PartitionSpec
 
 from jdisagg.core.model_config import ModelConfig, WeightFormat
 from jdisagg.core.steps import Repeat, repeating
-from jdisagg.model.params import (
-    AbstractStage,
-    StageParams,
-    StageSpec,
-    count_reductions,
-    load_leaves,
-    outline_of,
-)
+from jdisagg.model.params import StageParams, StageSpec, StageTree, count_reductions, load_leaves, outline_of
 from jdisagg.model.reshard import HeldWeights
-from jdisagg.model.sources import Source
+from jdisagg.model.sources import TensorSource
 from jdisagg.parallel.submesh import Device
 
 # Compile time in CPU seconds for 80 layers of Llama 3 70B on 8 devices (decode + a prefill of 2,048 tokens), and MiB of
@@ -56,7 +49,7 @@ class LoopedParams(StageParams):
     parts: tuple[tuple[int, ...], ...] = ()  # for each leaf, the indices of the full stage's leaves in it
 
 
-def load_for_platform(source: Source, spec: StageSpec) -> StageParams:
+def load_for_platform(source: TensorSource, spec: StageSpec) -> StageParams:
     """Loads a stage as `load_stage` does, stacked if the mesh's platform loops over layers."""
     outline, _, leaves = load_leaves(source, spec)
     if loops_on(spec.device, spec.config):
@@ -104,7 +97,7 @@ def whole_stage(params: StageParams, spec: StageSpec) -> StageParams:
     return replace(outline, leaves=found)
 
 
-def load_held(held: HeldWeights, source: Source, spec: StageSpec) -> StageParams:
+def load_held(held: HeldWeights, source: TensorSource, spec: StageSpec) -> StageParams:
     """Loads a stage as `HeldWeights.load` does, stacked if the mesh's platform loops over layers."""
     params = held.load(source, spec)
     if not loops_on(spec.device, spec.config):
@@ -136,7 +129,7 @@ def kind_of(config: ModelConfig, layer: int, weights: WeightFormat) -> tuple[Any
     return config.is_sparse(layer), config.attention(layer), full
 
 
-def parts_of(whole: AbstractStage, compact: AbstractStage, repeat: Repeat) -> tuple[tuple[int, ...], ...]:
+def parts_of(whole: StageTree, compact: StageTree, repeat: Repeat) -> tuple[tuple[int, ...], ...]:
     """Returns for each leaf of the compact stage the indices of the full stage's leaves, by iteration."""
     index_of = {path: index for index, path in enumerate(whole.paths)}
 

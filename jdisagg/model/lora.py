@@ -27,9 +27,9 @@ from safetensors import SafetensorError, safe_open
 from jdisagg.core.errors import CheckpointError, MissingTensor, UnsupportedModel, WrongDtype, WrongShape
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.request import Adapter
-from jdisagg.model.files import Fields, first_line, read_json, regular
-from jdisagg.model.names import Leaf, Part, layer_leaves
-from jdisagg.model.products import MatrixForm, product
+from jdisagg.model.files import JsonFields, first_line, read_json, regular
+from jdisagg.model.names import LeafSpec, TensorSlice, layer_leaves
+from jdisagg.model.products import MatrixFormat, product
 from jdisagg.model.sources import FLOATS, STORED
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -45,7 +45,7 @@ OTHERWISE = (
 ABOUT_BASE = ("pissa", "olora", "corda")  # initialisations that modify the base weights
 
 
-class Pair(NamedTuple):
+class LowRankPair(NamedTuple):
     """The update of one matrix in f32: b [out, rank], already scaled, times a [rank, in]."""
 
     a: np.ndarray
@@ -58,14 +58,14 @@ class AdapterWeights:
 
     adapter: Adapter
     rank: int  # largest rank of its pairs
-    pairs: Mapping[tuple[int, str], Pair]
+    pairs: Mapping[tuple[int, str], LowRankPair]
 
     @property
     def num_bytes(self) -> int:
         return sum(part.nbytes for pair in self.pairs.values() for part in pair)
 
 
-def adapted_leaves(config: ModelConfig, layer: int) -> dict[str, Leaf]:
+def adapted_leaves(config: ModelConfig, layer: int) -> dict[str, LeafSpec]:
     """Returns the matrices of a layer that adapters can change, by path, such as "attention.qkv"; experts are
     excluded."""
     found = {
@@ -81,7 +81,7 @@ def adapted_leaves(config: ModelConfig, layer: int) -> dict[str, Leaf]:
     return {path: leaf for path, leaf in found.items() if not path.startswith(SHARED)}
 
 
-def target_of(part: Part) -> str:
+def target_of(part: TensorSlice) -> str:
     """Returns a checkpoint matrix's name within its layer, such as "self_attn.q_proj"."""
     return part.name.strip(".").removesuffix(".weight")
 
@@ -107,7 +107,7 @@ def read_adapter(adapter: Adapter, model: ModelConfig, max_rank: int) -> Adapter
     try:
         if identified(adapter.name, adapter.folder) != adapter:
             raise CheckpointError(f"the files of {adapter.folder} are others than when it was loaded; load it again")
-        settings = _AdapterSettings(Fields(read_json(Path(adapter.folder) / CONFIG_FILE), CONFIG_FILE))
+        settings = _AdapterSettings(JsonFields(read_json(Path(adapter.folder) / CONFIG_FILE), CONFIG_FILE))
         tensors = dict(_tensors(Path(adapter.folder) / WEIGHTS_FILE))
         pairs = _pairs(tensors, settings, _shapes(model), max_rank)
     except CheckpointError as error:
@@ -119,7 +119,7 @@ def read_adapter(adapter: Adapter, model: ModelConfig, max_rank: int) -> Adapter
 class _AdapterSettings:
     """The ranks and scales of `adapter_config.json`."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: JsonFields) -> None:
         kind = fields.word("peft_type")
         if kind != "LORA":
             raise fields.wrong("peft_type", '"LORA"')
@@ -143,7 +143,7 @@ class _AdapterSettings:
         return _first_match(self.alphas, module, self.alpha) / (sqrt(rank) if self.rooted else rank)
 
 
-def _pattern(fields: Fields, key: str) -> dict[re.Pattern[str], float]:
+def _pattern(fields: JsonFields, key: str) -> dict[re.Pattern[str], float]:
     """Returns numbers by regular expression of module name, with PEFT's matching rule."""
     part, found = fields.part(key), dict[re.Pattern[str], float]()
     for pattern in part.raw if part else ():
@@ -186,7 +186,7 @@ def _pairs(
     settings: _AdapterSettings,
     shapes: Mapping[tuple[int, str], tuple[int, ...]],
     max_rank: int,
-) -> dict[tuple[int, str], Pair]:
+) -> dict[tuple[int, str], LowRankPair]:
     halves: dict[tuple[int, str], dict[str, tuple[str, np.ndarray]]] = {}
     for name, tensor in tensors.items():
         found = _MATRIX.fullmatch(name)
@@ -209,7 +209,7 @@ def _pair(
     settings: _AdapterSettings,
     shape: tuple[int, ...],
     max_rank: int,
-) -> Pair:
+) -> LowRankPair:
     rank, (outputs, inputs) = settings.rank_of(module), shape
     if rank > max_rank:
         raise UnsupportedModel(f"{module} has rank {rank}, over --max_lora_rank={max_rank}: raise that")
@@ -221,7 +221,7 @@ def _pair(
             raise WrongShape(f"tensor {name} has shape {found.shape}; rank {rank} and the model ask for {needed}")
         if not np.isfinite(found).all():
             raise CheckpointError(f"tensor {name} holds numbers that are not finite")
-    return Pair(half["A"][1], half["B"][1] * np.float32(settings.scale_of(module, rank)))
+    return LowRankPair(half["A"][1], half["B"][1] * np.float32(settings.scale_of(module, rank)))
 
 
 # Adapters in a batch: each row adds the low-rank product of its own adapter to the product with the model's matrix.
@@ -284,7 +284,7 @@ class LowRank(nnx.Module):
     def _fused(self, x: Array, rows: Array) -> Array:
         """Multiplies with all A factors, then weights each row's own B rows with its own channels."""
         parts, slots, rank, inputs = self.a.shape
-        inner = product(x, self.a[...].reshape(-1, inputs), None, MatrixForm(out_first=True))
+        inner = product(x, self.a[...].reshape(-1, inputs), None, MatrixFormat(out_first=True))
         slot = jnp.maximum(rows, 0)
         own = inner.reshape(-1, parts, slots, rank).at[jnp.arange(len(rows)), :, slot].get(mode="promise_in_bounds")
         own = jnp.where((rows == NONE)[:, None, None], jnp.zeros_like(own), own)
@@ -348,12 +348,12 @@ def room_for(adapters: int, rank: int, dtype: DTypeLike) -> AdapterCapacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
+class FactorSpec:
     """One array of the adapters of a stage: its place in the stage and a shard's part of an adapter."""
 
     place: int  # index of the layer in its stage
     path: str  # path of the matrix in the layer, such as "attention.qkv"
-    parts: tuple[Part, ...]  # all parts of the matrix for `a`, one part for `b`
+    parts: tuple[TensorSlice, ...]  # all parts of the matrix for `a`, one part for `b`
     is_a: bool
     room: AdapterCapacity
 
@@ -396,23 +396,23 @@ class Factor:
             into[tuple(slice(0, size) for size in side.shape)] = side
         return found
 
-    def _cut(self, side: np.ndarray, part: Part, shard: int, tp: int) -> np.ndarray:
+    def _cut(self, side: np.ndarray, part: TensorSlice, shard: int, tp: int) -> np.ndarray:
         """Returns the shard's rows of [out, rank], transposed, or its columns of [rank, in]."""
         rows, columns = part.index(shard, tp)
         return side[:, columns] if self.is_a else side[rows].T
 
 
-def factors_of(model: ModelConfig, numbers: Sequence[int], room: AdapterCapacity) -> list[Factor]:
+def factors_of(model: ModelConfig, numbers: Sequence[int], room: AdapterCapacity) -> list[FactorSpec]:
     """Returns the factors of a stage with these layers, in a fixed order: for each matrix a, then every b."""
     return [
-        Factor(place, path, parts, is_a, room)
+        FactorSpec(place, path, parts, is_a, room)
         for place, layer in enumerate(numbers)
         for path, leaf in sorted(adapted_leaves(model, layer).items())
         for parts, is_a in [(leaf.parts, True), *(((part,), False) for part in leaf.parts)]
     ]
 
 
-def attached(stage: Any, factors: Sequence[Factor], leaves: Sequence[Array]) -> Any:
+def attached(stage: Any, factors: Sequence[FactorSpec], leaves: Sequence[Array]) -> Any:
     grouped: dict[tuple[int, str], list[Array]] = {}
     for factor, leaf in zip(factors, leaves, strict=True):
         grouped.setdefault((factor.place, factor.path), []).append(leaf)

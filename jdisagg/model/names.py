@@ -1,6 +1,6 @@
 """The mapping between Hugging Face tensor names and the leaves of a `Stage`.
 
-A `Leaf` lists the checkpoint tensors that it consists of, in order along its output axis, and how each is cut for a
+A `LeafSpec` lists the checkpoint tensors that it consists of, in order along its output axis, and how each is cut for a
 shard. Checkpoint matrices are [out, in]. A kernel [in, out] is such a leaf `transposed`; platforms that need [out, in]
 use it `flipped` again. Fused leaves are fused per shard: shard 0's q, k and v heads, then shard 1's, and so on. If
 shards do not divide heads or channels, some shards are padded with zeros (see `core/layout/tensor_cut.py`), which add
@@ -22,7 +22,7 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSlice:
     """One checkpoint tensor with the slice of it that a shard takes."""
 
     name: str
@@ -54,7 +54,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class LeafSpec:
     """The recipe of one leaf: its parts, cut, joined along the first dimension, then transposed.
 
     A leaf with `experts` is [experts of the shard, ...]. Its parts are grouped by expert, each expert is built on its
@@ -62,13 +62,13 @@ class Leaf:
     out].
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[TensorSlice, ...]
     axis: int | None = None  # sharded dimension of the leaf; None: replicated
     transposed: bool = False
     experts: int = 0  # 0: none
     paired: bool = False  # an expert's stored rows interleave gate and up; the leaf has all gate rows first
 
-    def flipped(self) -> Leaf:
+    def flipped(self) -> LeafSpec:
         """Returns the leaf of the transposed matrix, or of each expert's transposed matrix."""
         axis = self.axis if self.axis is None or self.experts else 1 - self.axis
         return replace(self, axis=axis, transposed=not self.transposed)
@@ -79,12 +79,12 @@ class Leaf:
         shape = (sum(each[0] for each in shapes), *shapes[0][1:])
         return shape[::-1] if self.transposed else shape
 
-    def channels(self) -> Leaf:
+    def channels(self) -> LeafSpec:
         """Returns the leaf of one number per output of the matrix."""
         outputs = 1 if self.transposed else 0
         return replace(self, axis=0 if self.axis == outputs else None, transposed=False)
 
-    def cut(self, local: np.ndarray, shard: int, tp: int) -> Iterator[tuple[Part, Index, np.ndarray]]:
+    def cut(self, local: np.ndarray, shard: int, tp: int) -> Iterator[tuple[TensorSlice, Index, np.ndarray]]:
         """Splits a shard's leaf back into parts: yields each part, its slices in the checkpoint tensor, and its
         values."""
         if not self.experts:
@@ -95,8 +95,8 @@ class Leaf:
             yield from _cut_expert(parts, in_turns(rows) if self.paired else rows)
 
     def _cut(
-        self, parts: tuple[Part, ...], local: np.ndarray, shard: int, tp: int
-    ) -> Iterator[tuple[Part, Index, np.ndarray]]:
+        self, parts: tuple[TensorSlice, ...], local: np.ndarray, shard: int, tp: int
+    ) -> Iterator[tuple[TensorSlice, Index, np.ndarray]]:
         rows, start = local.T if self.transposed else local, 0
         for part in parts:
             index, padding = part.index(shard, tp), part.padding(shard, tp)
@@ -104,13 +104,13 @@ class Leaf:
             yield part, index, rows[start : start + sizes[0]][tuple(slice(0, size) for size in sizes)]
             start += sizes[0] + padding[0]
 
-    def experts_of(self, shard: int, tp: int) -> Iterator[tuple[Part, ...]]:
+    def experts_of(self, shard: int, tp: int) -> Iterator[tuple[TensorSlice, ...]]:
         parts_per_expert, experts_per_shard = len(self.parts) // self.experts, experts_held(self.experts, tp)
         for expert in range(shard * experts_per_shard, min((shard + 1) * experts_per_shard, self.experts)):
             yield self.parts[expert * parts_per_expert : (expert + 1) * parts_per_expert]
 
 
-def _cut_expert(parts: tuple[Part, ...], rows: np.ndarray) -> Iterator[tuple[Part, Index, np.ndarray]]:
+def _cut_expert(parts: tuple[TensorSlice, ...], rows: np.ndarray) -> Iterator[tuple[TensorSlice, Index, np.ndarray]]:
     """Splits one expert's matrix [out, in], or its bias, back into parts."""
     start = 0
     for part in parts:
@@ -129,32 +129,32 @@ def in_halves(rows: np.ndarray) -> np.ndarray:
     return rows.reshape(-1, 2, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
 
 
-def stage_leaves(config: ModelConfig, layers: range, vocab_shards: int) -> dict[str, Leaf]:
+def stage_leaves(config: ModelConfig, layers: range, vocab_shards: int) -> dict[str, LeafSpec]:
     """Returns every leaf of a stage by path in the module tree, such as "layers.0.attention.qkv.kernel"."""
     table = (config.vocab_size, config.hidden_size)
-    leaves: dict[str, Leaf] = {}
+    leaves: dict[str, LeafSpec] = {}
     if layers.start == 0:
-        leaves["embed"] = Leaf((Part("model.embed_tokens.weight", table),))
+        leaves["embed"] = LeafSpec((TensorSlice("model.embed_tokens.weight", table),))
     for index, layer in enumerate(layers):
         for path, leaf in layer_leaves(config, f"model.layers.{layer}").items():
             leaves[f"layers.{index}.{path}"] = leaf
     if layers.stop == config.num_layers:
         name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-        leaves["norm.scale"] = Leaf((Part("model.norm.weight", (config.hidden_size,)),))
+        leaves["norm.scale"] = LeafSpec((TensorSlice("model.norm.weight", (config.hidden_size,)),))
         cut = Channels(config.vocab_size) if vocab_shards > 1 else None
-        leaves["head"] = Leaf((Part(name, table, cut),), axis=0 if cut else None)
+        leaves["head"] = LeafSpec((TensorSlice(name, table, cut),), axis=0 if cut else None)
     return leaves
 
 
-def ring_leaves(config: ModelConfig, numbers: Sequence[int]) -> dict[str, Leaf]:
+def ring_leaves(config: ModelConfig, numbers: Sequence[int]) -> dict[str, LeafSpec]:
     """Returns every leaf of a ring stage that holds the layers `numbers`. Embedding and head are cut over all shards of
     the ring."""
     table, cut = (config.vocab_size, config.hidden_size), Channels(config.vocab_size)
     name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
     leaves = {
-        "embed": Leaf((Part("model.embed_tokens.weight", table, cut),), axis=0),
-        "head": Leaf((Part(name, table, cut),), axis=0),
-        "norm.scale": Leaf((Part("model.norm.weight", (config.hidden_size,)),)),
+        "embed": LeafSpec((TensorSlice("model.embed_tokens.weight", table, cut),), axis=0),
+        "head": LeafSpec((TensorSlice(name, table, cut),), axis=0),
+        "norm.scale": LeafSpec((TensorSlice("model.norm.weight", (config.hidden_size,)),)),
     }
     for index, layer in enumerate(numbers):
         for path, leaf in layer_leaves(config, f"model.layers.{layer}").items():
@@ -162,7 +162,7 @@ def ring_leaves(config: ModelConfig, numbers: Sequence[int]) -> dict[str, Leaf]:
     return leaves
 
 
-def matrix_leaves(config: ModelConfig) -> dict[str, Leaf]:
+def matrix_leaves(config: ModelConfig) -> dict[str, LeafSpec]:
     """Returns every matrix of the model by the names of `WeightFormat`, such as "11.mlp.down" and "head"."""
     layers = range(config.num_layers)
     found = {
@@ -190,75 +190,75 @@ def first_tensor(config: ModelConfig, layer: int) -> str:
     return f"model.layers.{layer}.{next(iter(NORMS[config.norms].values()))}.weight"
 
 
-def layer_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
+def layer_leaves(config: ModelConfig, prefix: str) -> dict[str, LeafSpec]:
     """Returns every leaf that one layer can have; those of absent biases and norms are not used."""
     norms = {
-        f"{leaf}.scale": Leaf((Part(f"{prefix}.{name}.weight", (config.hidden_size,)),))
+        f"{leaf}.scale": LeafSpec((TensorSlice(f"{prefix}.{name}.weight", (config.hidden_size,)),))
         for leaf, name in NORMS[config.norms].items()
     }
     mlp = _mlp_leaves(config, f"{prefix}.mlp") | _expert_leaves(config, prefix)
     return norms | _attention_leaves(config, f"{prefix}.self_attn") | mlp
 
 
-def _attention_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
+def _attention_leaves(config: ModelConfig, prefix: str) -> dict[str, LeafSpec]:
     if config.latent is not None:
         return _latent_leaves(config, config.latent, prefix)
-    sinks = Part(f"{prefix}.sinks", (config.num_heads,), replace(config.q_cut, head_dim=1))
+    sinks = TensorSlice(f"{prefix}.sinks", (config.num_heads,), replace(config.q_cut, head_dim=1))
     return {
         "attention.q_norm.scale": _head_norm(config, f"{prefix}.q_norm.weight", config.q_size, config.q_cut),
         "attention.k_norm.scale": _head_norm(config, f"{prefix}.k_norm.weight", config.kv_size, config.kv_cut),
-        "attention.qkv.kernel": Leaf(_qkv(config, prefix, "weight", (config.hidden_size,)), 1, True),
-        "attention.qkv.bias": Leaf(_qkv(config, prefix, "bias", ()), 0),
+        "attention.qkv.kernel": LeafSpec(_qkv(config, prefix, "weight", (config.hidden_size,)), 1, True),
+        "attention.qkv.bias": LeafSpec(_qkv(config, prefix, "bias", ()), 0),
         "attention.out.kernel": _row_split(f"{prefix}.o_proj.weight", config.hidden_size, config.q_size, config.q_cut),
-        "attention.out.bias": Leaf((Part(f"{prefix}.o_proj.bias", (config.hidden_size,)),)),
-        **({"attention.sinks": Leaf((sinks,), 0)} if config.sinks else {}),
+        "attention.out.bias": LeafSpec((TensorSlice(f"{prefix}.o_proj.bias", (config.hidden_size,)),)),
+        **({"attention.sinks": LeafSpec((sinks,), 0)} if config.sinks else {}),
     }
 
 
-def _latent_leaves(config: ModelConfig, latent: Latent, prefix: str) -> dict[str, Leaf]:
+def _latent_leaves(config: ModelConfig, latent: Latent, prefix: str) -> dict[str, LeafSpec]:
     """Returns the leaves of latent attention: projections to latents are replicated, those from latents are cut by
     heads."""
     hidden, rank = config.hidden_size, latent.q_lora_rank
 
-    def by_heads(name: str, head_size: int, inputs: int) -> tuple[Part, ...]:
+    def by_heads(name: str, head_size: int, inputs: int) -> tuple[TensorSlice, ...]:
         cut = replace(config.q_cut, head_dim=head_size)
-        return (Part(f"{prefix}.{name}.weight", (config.num_heads * head_size, inputs), cut),)
+        return (TensorSlice(f"{prefix}.{name}.weight", (config.num_heads * head_size, inputs), cut),)
 
     values = replace(config.q_cut, head_dim=latent.v_head_dim)
     out = _row_split(f"{prefix}.o_proj.weight", hidden, config.num_heads * latent.v_head_dim, values)
     q_up = by_heads("q_proj" if rank is None else "q_b_proj", latent.q_head_dim, rank or hidden)
     return {
         **_replicated("attention.q_down", f"{prefix}.q_a_proj", (rank or 0, hidden)),
-        "attention.q_norm.scale": Leaf((Part(f"{prefix}.q_a_layernorm.weight", (rank or 0,)),)),
-        "attention.q_up.kernel": Leaf(q_up, 1, True),
+        "attention.q_norm.scale": LeafSpec((TensorSlice(f"{prefix}.q_a_layernorm.weight", (rank or 0,)),)),
+        "attention.q_up.kernel": LeafSpec(q_up, 1, True),
         **_replicated("attention.kv_down", f"{prefix}.kv_a_proj_with_mqa", (latent.row_size, hidden)),
-        "attention.kv_norm.scale": Leaf((Part(f"{prefix}.kv_a_layernorm.weight", (latent.kv_lora_rank,)),)),
-        "attention.kv_up": Leaf(by_heads("kv_b_proj", latent.up_size, latent.kv_lora_rank), 0),
+        "attention.kv_norm.scale": LeafSpec((TensorSlice(f"{prefix}.kv_a_layernorm.weight", (latent.kv_lora_rank,)),)),
+        "attention.kv_up": LeafSpec(by_heads("kv_b_proj", latent.up_size, latent.kv_lora_rank), 0),
         "attention.out.kernel": out,
-        "attention.out.bias": Leaf((Part(f"{prefix}.o_proj.bias", (hidden,)),)),
+        "attention.out.bias": LeafSpec((TensorSlice(f"{prefix}.o_proj.bias", (hidden,)),)),
     }
 
 
-def _replicated(leaf: str, name: str, shape: tuple[int, int]) -> dict[str, Leaf]:
+def _replicated(leaf: str, name: str, shape: tuple[int, int]) -> dict[str, LeafSpec]:
     """Returns the leaves of a replicated matrix and its bias."""
     return {
-        f"{leaf}.kernel": Leaf((Part(f"{name}.weight", shape),), transposed=True),
-        f"{leaf}.bias": Leaf((Part(f"{name}.bias", shape[:1]),)),
+        f"{leaf}.kernel": LeafSpec((TensorSlice(f"{name}.weight", shape),), transposed=True),
+        f"{leaf}.bias": LeafSpec((TensorSlice(f"{name}.bias", shape[:1]),)),
     }
 
 
-def _mlp_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
+def _mlp_leaves(config: ModelConfig, prefix: str) -> dict[str, LeafSpec]:
     return {
-        "mlp.gate_up.kernel": Leaf(_gate_up(config, prefix, "weight", (config.hidden_size,)), 1, True),
-        "mlp.gate_up.bias": Leaf(_gate_up(config, prefix, "bias", ()), 0),
+        "mlp.gate_up.kernel": LeafSpec(_gate_up(config, prefix, "weight", (config.hidden_size,)), 1, True),
+        "mlp.gate_up.bias": LeafSpec(_gate_up(config, prefix, "bias", ()), 0),
         "mlp.down.kernel": _row_split(
             f"{prefix}.down_proj.weight", config.hidden_size, config.intermediate_size, config.mlp_cut
         ),
-        "mlp.down.bias": Leaf((Part(f"{prefix}.down_proj.bias", (config.hidden_size,)),)),
+        "mlp.down.bias": LeafSpec((TensorSlice(f"{prefix}.down_proj.bias", (config.hidden_size,)),)),
     }
 
 
-def _expert_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
+def _expert_leaves(config: ModelConfig, prefix: str) -> dict[str, LeafSpec]:
     """Returns the leaves of the layer's experts; empty if the model has none."""
     experts = config.experts
     if experts is None:
@@ -270,22 +270,22 @@ def _expert_leaves(config: ModelConfig, prefix: str) -> dict[str, Leaf]:
     shared = replace(config, intermediate_size=experts.shared_width)
     alike = _mlp_leaves(shared, f"{block}.shared_experts") if experts.shared_width else {}
     return {
-        "mlp.router": Leaf((Part(f"{router}.weight", (number, config.hidden_size)),)),
-        "mlp.router_bias": Leaf((Part(f"{router}.bias", (number,)),)),
-        "mlp.correction": Leaf((Part(f"{router}.e_score_correction_bias", (number,)),)),
+        "mlp.router": LeafSpec((TensorSlice(f"{router}.weight", (number, config.hidden_size)),)),
+        "mlp.router_bias": LeafSpec((TensorSlice(f"{router}.bias", (number,)),)),
+        "mlp.correction": LeafSpec((TensorSlice(f"{router}.e_score_correction_bias", (number,)),)),
         **{path.replace("mlp.", "mlp.shared."): leaf for path, leaf in alike.items()},
         **stacked(config, experts, f"{block}.experts"),
     }
 
 
-def _experts_of_many(config: ModelConfig, experts: Experts, prefix: str) -> dict[str, Leaf]:
+def _experts_of_many(config: ModelConfig, experts: Experts, prefix: str) -> dict[str, LeafSpec]:
     """Returns leaves for checkpoints with one tensor per matrix and expert."""
     gate, up, down = EXPERT_NAMES[config.family].matrices
 
-    def leaf(shape: tuple[int, int], *names: str) -> Leaf:
+    def leaf(shape: tuple[int, int], *names: str) -> LeafSpec:
         every = range(experts.number)
-        parts = (Part(f"{prefix}.{expert}.{name}.weight", shape) for expert in every for name in names)
-        return Leaf(tuple(parts), 0, True, experts.number)
+        parts = (TensorSlice(f"{prefix}.{expert}.{name}.weight", shape) for expert in every for name in names)
+        return LeafSpec(tuple(parts), 0, True, experts.number)
 
     return {
         "mlp.gate_up": leaf((experts.width, config.hidden_size), gate, up),
@@ -293,13 +293,13 @@ def _experts_of_many(config: ModelConfig, experts: Experts, prefix: str) -> dict
     }
 
 
-def _experts_of_one_tensor(config: ModelConfig, experts: Experts, prefix: str) -> dict[str, Leaf]:
+def _experts_of_one_tensor(config: ModelConfig, experts: Experts, prefix: str) -> dict[str, LeafSpec]:
     """Returns leaves for gpt-oss: one tensor per matrix, [experts, in, out], with gate and up channels interleaved."""
     number, hidden, width = experts.number, config.hidden_size, experts.width
 
-    def leaf(name: str, *shape: int, paired: bool) -> Leaf:
-        parts = (Part(f"{prefix}.{name}", (number, *shape), expert=expert) for expert in range(number))
-        return Leaf(tuple(parts), 0, len(shape) > 1, number, paired)
+    def leaf(name: str, *shape: int, paired: bool) -> LeafSpec:
+        parts = (TensorSlice(f"{prefix}.{name}", (number, *shape), expert=expert) for expert in range(number))
+        return LeafSpec(tuple(parts), 0, len(shape) > 1, number, paired)
 
     return {
         "mlp.gate_up": leaf("gate_up_proj", hidden, 2 * width, paired=True),
@@ -309,37 +309,39 @@ def _experts_of_one_tensor(config: ModelConfig, experts: Experts, prefix: str) -
     }
 
 
-def _head_norm(config: ModelConfig, name: str, size: int, cut: Cut) -> Leaf:
+def _head_norm(config: ModelConfig, name: str, size: int, cut: Cut) -> LeafSpec:
     """Returns the leaf of a q or k norm: one scale shared by all heads, or one over all heads, cut like them."""
     if not config.qk_norm_is_wide:
-        return Leaf((Part(name, (config.head_dim,)),))
-    return Leaf((Part(name, (size,), cut),), 0)
+        return LeafSpec((TensorSlice(name, (config.head_dim,)),))
+    return LeafSpec((TensorSlice(name, (size,), cut),), 0)
 
 
-def _qkv(config: ModelConfig, prefix: str, kind: str, inputs: tuple[int, ...]) -> tuple[Part, ...]:
+def _qkv(config: ModelConfig, prefix: str, kind: str, inputs: tuple[int, ...]) -> tuple[TensorSlice, ...]:
     sizes, cuts = (config.q_size, config.kv_size, config.kv_size), (config.q_cut, config.kv_cut, config.kv_cut)
     if config.family in FUSED:
         return _fused(f"{prefix}.qkv_proj.{kind}", sizes, inputs, cuts)
     names = [f"{prefix}.{which}_proj.{kind}" for which in "qkv"]
-    return tuple(Part(name, (size, *inputs), cut) for name, size, cut in zip(names, sizes, cuts, strict=True))
+    return tuple(TensorSlice(name, (size, *inputs), cut) for name, size, cut in zip(names, sizes, cuts, strict=True))
 
 
-def _gate_up(config: ModelConfig, prefix: str, kind: str, inputs: tuple[int, ...]) -> tuple[Part, ...]:
+def _gate_up(config: ModelConfig, prefix: str, kind: str, inputs: tuple[int, ...]) -> tuple[TensorSlice, ...]:
     size, cut = config.intermediate_size, config.mlp_cut
     if config.family in FUSED:
         return _fused(f"{prefix}.gate_up_proj.{kind}", (size, size), inputs, (cut, cut))
-    return tuple(Part(f"{prefix}.{which}_proj.{kind}", (size, *inputs), cut) for which in ("gate", "up"))
+    return tuple(TensorSlice(f"{prefix}.{which}_proj.{kind}", (size, *inputs), cut) for which in ("gate", "up"))
 
 
-def _fused(name: str, sizes: tuple[int, ...], inputs: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Part, ...]:
+def _fused(
+    name: str, sizes: tuple[int, ...], inputs: tuple[int, ...], cuts: tuple[Cut, ...]
+) -> tuple[TensorSlice, ...]:
     """Returns consecutive row ranges of one fused checkpoint tensor as parts."""
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     return tuple(
-        Part(name, (sum(sizes), *inputs), cut, rows=range(start, start + size))
+        TensorSlice(name, (sum(sizes), *inputs), cut, rows=range(start, start + size))
         for start, size, cut in zip(starts, sizes, cuts, strict=True)
     )
 
 
-def _row_split(name: str, outputs: int, inputs: int, cut: Cut) -> Leaf:
+def _row_split(name: str, outputs: int, inputs: int, cut: Cut) -> LeafSpec:
     """Returns the leaf of a matrix [out, in] cut along its inputs, so that each shard's product is a partial sum."""
-    return Leaf((Part(name, (outputs, inputs), cut, 1),), axis=0, transposed=True)
+    return LeafSpec((TensorSlice(name, (outputs, inputs), cut, 1),), axis=0, transposed=True)

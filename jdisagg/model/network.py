@@ -23,11 +23,11 @@ from jax.typing import DTypeLike
 from jdisagg.core.layout.tensor_cut import replicas_of
 from jdisagg.core.model_config import AttentionOptions, ModelConfig, WeightFormat
 from jdisagg.core.steps import Repeat
-from jdisagg.model.experts import ExpertMLP, Routed
+from jdisagg.model.experts import ExpertLayer, Routed
 from jdisagg.model.latent_attention import LatentAttention, LatentQueries
 from jdisagg.model.norms import RMSNorm, after, cut, halves, head_norm, in_turn, normed
-from jdisagg.model.products import MatrixForm, filled, product, quantized
-from jdisagg.model.rope import Rotation, inverse_frequencies, rotate, rotations
+from jdisagg.model.products import MatrixFormat, filled, product, quantized
+from jdisagg.model.rope import RotaryTable, inverse_frequencies, rotate, rotations
 from jdisagg.model.weight import Weight, begun, ended, over, summed
 from jdisagg.parallel.compiler_flags import SENT_BESIDE_BYTES
 from pallas_kernels.platforms import traced_platform
@@ -92,7 +92,7 @@ def summed_in_turn(
     return made
 
 
-class NormedProduct:
+class BlockedNorm:
     """A norm and the product after it, computed from column blocks as they arrive."""
 
     def __init__(self, norm: RMSNorm, weight: Weight) -> None:
@@ -134,7 +134,7 @@ LEAST_OUTPUTS = 1024  # fewest outputs of a block
 Scores = Callable[[Array, slice], Array]  # (x [..., hidden], some of a shard's outputs) -> f32[..., outputs]
 
 
-class Vocabulary(NamedTuple):
+class VocabularyLayout(NamedTuple):
     """An even split of the vocabulary over mesh axes; rows beyond its end are padding."""
 
     axes: tuple[str, ...]
@@ -203,7 +203,7 @@ def scored(x: Array, table: Array) -> Array:
 # with latents: (layer, queries, row [..., 1, R + rotated], None, None) -> [..., Hq, V]
 Attend = Callable[[int, Array | LatentQueries, Array, Array | None, Array | None], Array]
 OptionsOf = Callable[[int], AttentionOptions]  # by layer within the stage
-CallLayer = Callable[["Layer", Array, Rotation, int], Array]  # (layer, x, rotation, index in the stage) -> x
+CallLayer = Callable[["Layer", Array, RotaryTable, int], Array]  # (layer, x, rotation, index in the stage) -> x
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
@@ -225,10 +225,10 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros((self.heads,), dtype)) if config.sinks else None
         self.looped = False
 
-    def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
+    def __call__(self, x: Array, rotation: RotaryTable, layer: int, attend: Attend) -> Array:
         return summed(self.out, self.mixed(self.qkv(x), rotation, layer, attend), self.axis)
 
-    def mixed(self, rows: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
+    def mixed(self, rows: Array, rotation: RotaryTable, layer: int, attend: Attend) -> Array:
         """Returns the attention output [..., this shard's heads] from fused [..., q, k and v], before the output
         projection."""
         if self.looped:  # otherwise a TPU splits heads within the product and transposes the stacked matrix for it
@@ -263,14 +263,14 @@ class MLP(nnx.Module):
         return ACTIVATIONS[self.activation](gate) * up
 
 
-def expert_mlp(config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs) -> ExpertMLP:
+def expert_mlp(config: ModelConfig, *, tp: int, axis: str | None, dtype: DTypeLike, rngs: nnx.Rngs) -> ExpertLayer:
     """Builds the experts of a sparse layer, with the shared MLP if the model has one."""
     assert config.experts is not None, config.family
     activation, shared = ACTIVATIONS[config.activation], None
     if config.experts.shared_width:
         alike = replace(config, intermediate_size=config.experts.shared_width, mlp_bias=False)
         shared = MLP(alike, tp=tp, axis=None, dtype=dtype, rngs=rngs)
-    return ExpertMLP(config, lambda gate, up: activation(gate) * up, shared, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
+    return ExpertLayer(config, lambda gate, up: activation(gate) * up, shared, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
 
 
 class Layer(nnx.Module):
@@ -290,21 +290,23 @@ class Layer(nnx.Module):
         self.mlp = mlp(config, tp=tp, axis=axis, dtype=dtype, rngs=rngs)
         self.config, self.tp = config, tp
 
-    def __call__(self, x: Array, rotation: Rotation, layer: int, attend: Attend, routed: Routed | None = None) -> Array:
+    def __call__(
+        self, x: Array, rotation: RotaryTable, layer: int, attend: Attend, routed: Routed | None = None
+    ) -> Array:
         cut = self._cut(x.shape[0]) if x.ndim == 2 else None
         if cut is not None:
             return cut(x, rotation, layer, attend)
         mixed = self.attention(normed(self.attention_norm, x), rotation, layer, attend)
         x = x + normed(self.attention_out_norm, mixed)
         inside = normed(self.mlp_norm, x)
-        made = self.mlp(inside, routed) if isinstance(self.mlp, ExpertMLP) else self.mlp(inside)
+        made = self.mlp(inside, routed) if isinstance(self.mlp, ExpertLayer) else self.mlp(inside)
         return x + normed(self.mlp_out_norm, made)
 
     def parts(self, rows: int) -> int:
         """Returns into how many parts each all-reduce of the layer is split."""
         return 1 if self._cut(rows) is None else 2
 
-    def _cut(self, rows: int) -> Callable[[Array, Rotation, int, Attend], Array] | None:
+    def _cut(self, rows: int) -> Callable[[Array, RotaryTable, int, Attend], Array] | None:
         out = self.attention.out
         if halves(self.config, rows, self.tp, out_first=out.form.out_first, adapted=out.low_rank is not None) == 2:
             return self._in_halves
@@ -319,11 +321,11 @@ class Layer(nnx.Module):
             return False
         return cuts(self.config, self.tp, attention.out, mlp.gate_up, mlp.down)
 
-    def _in_columns(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
+    def _in_columns(self, x: Array, rotation: RotaryTable, layer: int, attend: Attend) -> Array:
         attention, mlp, norm = self.attention, self.mlp, self.mlp_norm
         assert isinstance(attention, Attention) and isinstance(mlp, MLP) and norm is not None, "others are not cut"
         mixed = attention.mixed(attention.qkv(normed(self.attention_norm, x)), rotation, layer, attend)
-        inside, gate_up = list[Array](), NormedProduct(norm, mlp.gate_up)
+        inside, gate_up = list[Array](), BlockedNorm(norm, mlp.gate_up)
 
         def add(number: int, more: Array) -> Array:
             inside.append(block(x, number, 1) + more)
@@ -333,7 +335,7 @@ class Layer(nnx.Module):
         made = summed_in_turn(mlp.down, mlp.gated(gate_up.whole(x)), attention.axis)
         return jnp.concatenate([y + each for y, each in zip(inside, made, strict=True)], axis=-1)
 
-    def _in_halves(self, x: Array, rotation: Rotation, layer: int, attend: Attend) -> Array:
+    def _in_halves(self, x: Array, rotation: RotaryTable, layer: int, attend: Attend) -> Array:
         attention, mlp, axis, last = self.attention, self.mlp, self.attention.axis, None
         assert isinstance(attention, Attention) and isinstance(mlp, MLP), "others are not cut"
         parts, rows = cut(x), list[Array]()
@@ -371,7 +373,7 @@ class Stage(nnx.Module):
         axis: str | None = None,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
-        spread: Vocabulary | None = None,
+        spread: VocabularyLayout | None = None,
         repeat: Repeat | None = None,
     ):
         """Builds the stage.
@@ -383,7 +385,7 @@ class Stage(nnx.Module):
         layers = layers if repeat is None else repeat.compact(layers)
         self.config, self.numbers, self.spread, self.repeat = config, tuple(layers), spread, repeat
         shards = tp if config.vocab_size % tp == 0 else 1
-        self.head_cut = spread or Vocabulary(() if axis is None else (axis,), shards)
+        self.head_cut = spread or VocabularyLayout(() if axis is None else (axis,), shards)
         has_head = last and not (config.tie_embeddings and first and (spread is not None or shards == 1))
 
         def table(shape: tuple[int, int]) -> nnx.Param:
@@ -397,18 +399,18 @@ class Stage(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config, dtype) if last else None
         self.head = table((self.head_cut.rows(config.vocab_size), config.hidden_size)) if has_head else None
         self.head_scale: nnx.Param | None = nnx.data(None)  # f32[V / tp], for int8 and fp8
-        self.dtype, self.head_form = dtype, MatrixForm(True)
+        self.dtype, self.head_form = dtype, MatrixFormat(True)
 
     def become(self, weights: WeightFormat, out_first: bool) -> None:
         """Converts the matrices in place to a platform's form; each matrix at most once. Tables are both looked up and
         multiplied. bf16 serves both; a quantised head is a leaf of its own beside the embedding."""
         for path, weight in self.matrices().items():
-            weight.become(MatrixForm(out_first, weights.of(path)))
+            weight.become(MatrixFormat(out_first, weights.of(path)))
         for layer in self.layers:
-            if isinstance(layer.mlp, ExpertMLP):
-                layer.mlp.become(MatrixForm(out_first, weights.of_experts))
+            if isinstance(layer.mlp, ExpertLayer):
+                layer.mlp.become(MatrixFormat(out_first, weights.of_experts))
         head = self.embed if self.head is None else self.head
-        self.head_form = MatrixForm(True, weights.of("head"))
+        self.head_form = MatrixFormat(True, weights.of("head"))
         if self.head_form.is_scaled and self.norm is not None and head is not None:
             rows, scale = quantized(head[...], self.head_form.dtype)
             self.head, self.head_scale = nnx.data(nnx.Param(rows)), nnx.Param(scale[:, 0])
@@ -417,7 +419,9 @@ class Stage(nnx.Module):
 
     def _table(self, table: nnx.Param | None, weights: WeightFormat) -> nnx.Param | None:
         return (
-            None if table is None else nnx.Param(table[...].astype(MatrixForm(True, weights.dtype).stored(self.dtype)))
+            None
+            if table is None
+            else nnx.Param(table[...].astype(MatrixFormat(True, weights.dtype).stored(self.dtype)))
         )
 
     def matrices(self) -> dict[str, Weight]:
@@ -460,7 +464,7 @@ class Stage(nnx.Module):
             x = y if held is None else jnp.where(held[index], y, x)
         return x
 
-    def rotations(self, positions: Array) -> Callable[[int], Rotation]:
+    def rotations(self, positions: Array) -> Callable[[int], RotaryTable]:
         """Returns a function from layer index in the stage to the rotation for `positions` i32[...]."""
         config = self.config
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0

@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.products import Partial
+from jdisagg.model.products import PartialResult
 from jdisagg.model.weight import over
 
 
@@ -104,10 +104,10 @@ def cut(rows: Array) -> tuple[Array, Array]:
 
 
 def in_turn(
-    parts: Sequence[Array], begin: Callable[[Array], Partial], end: Callable[[Partial], Array]
+    parts: Sequence[Array], begin: Callable[[Array], PartialResult], end: Callable[[PartialResult], Array]
 ) -> tuple[Array, ...]:
     """Returns each part's reduced product; the reduction of one part overlaps the product of the next."""
-    begun, ended, product, summed = list[Partial](), list[Array](), None, None
+    begun, ended, product, summed = list[PartialResult](), list[Array](), None, None
     for part in parts:
         begun.append(begin(after(part, product)))
         product = begun[-1].sums

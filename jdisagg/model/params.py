@@ -20,12 +20,12 @@ from jax.typing import DTypeLike
 from jdisagg.core.errors import MissingTensor, WrongDtype, WrongShape
 from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.steps import Repeat
-from jdisagg.model.experts import MATRICES, ExpertMLP
-from jdisagg.model.names import Index, Leaf, first_tensor, stage_leaves
-from jdisagg.model.network import Stage, Vocabulary, Weight
-from jdisagg.model.products import MatrixForm, layout_of
+from jdisagg.model.experts import MATRICES, ExpertLayer
+from jdisagg.model.names import Index, LeafSpec, first_tensor, stage_leaves
+from jdisagg.model.network import Stage, VocabularyLayout, Weight
+from jdisagg.model.products import MatrixFormat, layout_of
 from jdisagg.model.shards import channel_scales, scaled_shard, shard_of_leaf
-from jdisagg.model.sources import FLOATS, Source
+from jdisagg.model.sources import FLOATS, TensorSource
 from jdisagg.parallel.submesh import Device
 
 SUMMED = (
@@ -59,7 +59,7 @@ class StageSpec:
     def platform(self) -> str:
         return self.device.platform
 
-    def abstract(self, repeat: Repeat | None = None) -> AbstractStage:
+    def abstract(self, repeat: Repeat | None = None) -> StageTree:
         assert self.mesh.axis_names == (AXIS,), self.mesh.axis_names
         out_first = layout_of(self.platform) if self.out_first is None else self.out_first
         sharded = self.tp, AXIS if self.tp > 1 else None
@@ -70,20 +70,20 @@ class StageSpec:
 
 
 @dataclass(frozen=True)
-class AbstractStage:
+class StageTree:
     """The module tree of one shard of a stage, without memory."""
 
     graphdef: nnx.GraphDef
     treedef: Any  # a PyTreeDef; JAX gives no name for it that type checkers accept
     paths: list[str]  # "layers.0.attention.qkv.kernel", in leaf order
     leaves: list[jax.ShapeDtypeStruct]  # local shapes
-    forms: dict[str, MatrixForm]  # see `forms_of`
+    forms: dict[str, MatrixFormat]  # see `forms_of`
 
-    def rules(self, table: dict[str, Leaf]) -> list[Leaf]:
+    def rules(self, table: dict[str, LeafSpec]) -> list[LeafSpec]:
         """Returns the recipe of each leaf from a checkpoint; `table` comes from `stage_leaves`."""
         return [self._rule(path, table) for path in self.paths]
 
-    def _rule(self, path: str, table: dict[str, Leaf]) -> Leaf:
+    def _rule(self, path: str, table: dict[str, LeafSpec]) -> LeafSpec:
         kernel = self.scaled_by(path)
         return as_it_lies(table[path], path, self.forms) if kernel is None else table[kernel].channels()
 
@@ -128,9 +128,9 @@ def abstract_stage(
     dtype: DTypeLike,
     weights: WeightFormat = AS_MADE,
     out_first: bool = False,
-    spread: Vocabulary | None = None,
+    spread: VocabularyLayout | None = None,
     repeat: Repeat | None = None,
-) -> AbstractStage:
+) -> StageTree:
     """Returns one shard of a stage with matrices in the given form; nothing is allocated. See `network.Stage` for
     `spread` (rings) and `repeat` (loops)."""
     assert len(layers) and 0 <= min(layers) <= max(layers) < config.num_layers, layers
@@ -144,21 +144,21 @@ def abstract_stage(
     graphdef, state = nnx.split(stage)
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
     paths, leaves = [dotted(path) for path, _ in found], [leaf for _, leaf in found]
-    return AbstractStage(graphdef, treedef, paths, leaves, forms_of(stage))
+    return StageTree(graphdef, treedef, paths, leaves, forms_of(stage))
 
 
-def forms_of(stage: Stage) -> dict[str, MatrixForm]:
+def forms_of(stage: Stage) -> dict[str, MatrixFormat]:
     """Returns the form of every matrix by leaf, such as "layers.0.attention.qkv.kernel", and of "head"."""
     experts = {
         ".".join(map(str, (*path, name))): module.form
         for path, module in nnx.iter_modules(stage)
-        if isinstance(module, ExpertMLP)
+        if isinstance(module, ExpertLayer)
         for name in MATRICES
     }
     return weight_forms(stage) | experts | {"head": stage.head_form}
 
 
-def weight_forms(module: nnx.Module) -> dict[str, MatrixForm]:
+def weight_forms(module: nnx.Module) -> dict[str, MatrixFormat]:
     return {
         ".".join(map(str, (*path, "kernel"))): each.form
         for path, each in nnx.iter_modules(module)
@@ -166,7 +166,7 @@ def weight_forms(module: nnx.Module) -> dict[str, MatrixForm]:
     }
 
 
-def as_it_lies(rule: Leaf, path: str, forms: dict[str, MatrixForm]) -> Leaf:
+def as_it_lies(rule: LeafSpec, path: str, forms: dict[str, MatrixFormat]) -> LeafSpec:
     """Returns the leaf of `path` in the stored orientation of its matrix; the head is always stored as in the
     checkpoint."""
     form = forms.get(path)
@@ -178,7 +178,7 @@ def dotted(path: tuple) -> str:
     return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
-def load_stage(source: Source, spec: StageSpec) -> StageParams:
+def load_stage(source: TensorSource, spec: StageSpec) -> StageParams:
     """Loads a stage onto its devices, each shard's slice on its own, in the formats of `spec`.
 
     On a mesh of one device the program has no axis and leaves are on that device. Host memory holds one leaf at a time.
@@ -188,7 +188,7 @@ def load_stage(source: Source, spec: StageSpec) -> StageParams:
     return replace(outline, leaves=list(leaves))
 
 
-def load_leaves(source: Source, spec: StageSpec) -> tuple[StageParams, AbstractStage, Iterator[jax.Array]]:
+def load_leaves(source: TensorSource, spec: StageSpec) -> tuple[StageParams, StageTree, Iterator[jax.Array]]:
     """Returns what `load_stage` needs: the shapes, the abstract stage, and an iterator that loads each leaf on
     demand."""
     check_depth(source, spec.config, spec.layers)
@@ -205,7 +205,7 @@ def abstract_stage_params(spec: StageSpec) -> StageParams:
     return outline_of(spec)[0]
 
 
-def outline_of(spec: StageSpec) -> tuple[StageParams, AbstractStage, list[Leaf]]:
+def outline_of(spec: StageSpec) -> tuple[StageParams, StageTree, list[LeafSpec]]:
     """Returns the stage's shapes and the recipe of each leaf."""
     config, tp, abstract = spec.config, spec.tp, spec.abstract()
     rules = abstract.rules(stage_leaves(config, spec.layers, tp if config.vocab_size % tp == 0 else 1))
@@ -215,7 +215,7 @@ def outline_of(spec: StageSpec) -> tuple[StageParams, AbstractStage, list[Leaf]]
 
 
 def placed_leaves(
-    abstract: AbstractStage, rules: list[Leaf], spec: StageSpec
+    abstract: StageTree, rules: list[LeafSpec], spec: StageSpec
 ) -> tuple[list[PartitionSpec], list[jax.ShapeDtypeStruct]]:
     """Returns how each leaf is cut over the mesh, and its global shape."""
     specs = [_spec(rule, spec.tp) for rule in rules]
@@ -226,13 +226,13 @@ def placed_leaves(
     return specs, leaves
 
 
-def count_reductions(abstract: AbstractStage) -> int:
+def count_reductions(abstract: StageTree) -> int:
     """Returns the all-reduces in one pass over the layers if there are several shards."""
     summed = [abstract.forms[path] for path in abstract.paths if path.endswith(SUMMED)]
     return sum(2 if form.is_scaled else 1 for form in summed)  # quantised: the rows' scales, then the sums
 
 
-def check_tensors(source: Source, config: ModelConfig) -> None:
+def check_tensors(source: TensorSource, config: ModelConfig) -> None:
     """Checks that `source` has every tensor of the model. Raises `MissingTensor`, `WrongShape`, `WrongDtype`."""
     layers = range(config.num_layers)
     check_depth(source, config, layers)
@@ -240,7 +240,7 @@ def check_tensors(source: Source, config: ModelConfig) -> None:
     check_leaves(source, [table[path] for path in abstract_stage(config, layers, 1, None, jnp.float32).paths])
 
 
-def check_depth(source: Source, config: ModelConfig, layers: range) -> None:
+def check_depth(source: TensorSource, config: ModelConfig, layers: range) -> None:
     """Checks that every layer exists by its first norm, because building a tree of hundreds of missing layers takes
     minutes."""
     for name in (first_tensor(config, layer) for layer in layers):
@@ -248,7 +248,7 @@ def check_depth(source: Source, config: ModelConfig, layers: range) -> None:
             raise MissingTensor(f"tensor {name} is not in {source.place}")
 
 
-def check_leaves(source: Source, rules: list[Leaf]) -> None:
+def check_leaves(source: TensorSource, rules: list[LeafSpec]) -> None:
     """Checks existence, shape and dtype of every tensor before the first byte is read."""
     for part in (part for rule in rules for part in rule.parts):
         found = source.shape(part.name)
@@ -263,19 +263,19 @@ def check_leaves(source: Source, rules: list[Leaf]) -> None:
             raise WrongDtype(f"tensor {part.name} in {source.place} has dtype {stored}; needed: {', '.join(FLOATS)}")
 
 
-def _spec(rule: Leaf, tp: int) -> PartitionSpec:
+def _spec(rule: LeafSpec, tp: int) -> PartitionSpec:
     if tp == 1 or rule.axis is None:
         return PartitionSpec()
     return PartitionSpec(*[None] * rule.axis, AXIS)
 
 
-def _whole_leaf(rule: Leaf, local: jax.ShapeDtypeStruct, sharding: Sharding, tp: int) -> jax.ShapeDtypeStruct:
+def _whole_leaf(rule: LeafSpec, local: jax.ShapeDtypeStruct, sharding: Sharding, tp: int) -> jax.ShapeDtypeStruct:
     shape = [size * tp if axis == rule.axis else size for axis, size in enumerate(local.shape)]
     return jax.ShapeDtypeStruct(shape, local.dtype, sharding=sharding)
 
 
 def load_leaf(
-    source: Source, abstract: AbstractStage, path: str, rule: Leaf, leaf: jax.ShapeDtypeStruct, tp: int
+    source: TensorSource, abstract: StageTree, path: str, rule: LeafSpec, leaf: jax.ShapeDtypeStruct, tp: int
 ) -> jax.Array:
     """Loads one leaf of a stage, each shard's slice on its own."""
     shard_of = shards_of(source, abstract, path, rule, tp, leaf)
@@ -289,7 +289,7 @@ def load_leaf(
 
 
 def shards_of(
-    source: Source, abstract: AbstractStage, path: str, rule: Leaf, tp: int, leaf: jax.ShapeDtypeStruct
+    source: TensorSource, abstract: StageTree, path: str, rule: LeafSpec, tp: int, leaf: jax.ShapeDtypeStruct
 ) -> Callable[[int], np.ndarray]:
     """Returns a function that builds one shard of a leaf on the host."""
     form, kernel = abstract.forms.get(path), abstract.scaled_by(path)

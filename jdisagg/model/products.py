@@ -1,7 +1,7 @@
 """Products with a model's matrices, in the form that each platform computes fastest.
 
 A matrix's orientation and number format are chosen when it is loaded (`layout_of`, `jdisagg/model/params.py`), and
-`product` takes them from its `MatrixForm`. The CPU's products (YNNPACK behind XLA) repack the right operand at every
+`product` takes them from its `MatrixFormat`. The CPU's products (YNNPACK behind XLA) repack the right operand at every
 call and use the left one as stored. A few rows are therefore computed as matrix [out, in] times [in, rows], with
 barriers that keep XLA from transposing it back; for many rows repacking costs less than multiplying. CPU time of 576 x
 3,072 in f32 on a 2-core AMD machine, [in, out] -> this form: 1.7 -> 1.2 ms for 8 rows, 3.4 -> 2.2 for 32, 8.6 -> 8.1
@@ -47,7 +47,7 @@ TINY = 1e-12  # smallest scale: a channel of zeros stays zero
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixForm:
+class MatrixFormat:
     """The orientation and number format of one matrix."""
 
     out_first: bool = False  # stored as [out, in] instead of [in, out]
@@ -68,14 +68,14 @@ def layout_of(platform: str) -> bool:
     return platform == "cpu"
 
 
-class Partial(NamedTuple):
+class PartialResult(NamedTuple):
     """One shard's partial sums of a row-parallel product, with the scale of each row if they are quantised."""
 
     sums: Array
     scale: Array | None  # f32[rows, 1]
 
 
-def product(x: Array, kernel: Array, scale: Array | None, form: MatrixForm, axis: str | None = None) -> Array:
+def product(x: Array, kernel: Array, scale: Array | None, form: MatrixFormat, axis: str | None = None) -> Array:
     """Multiplies x [..., in] with a matrix of this form: [..., out] in the dtype of x, reduced over the shards of
     `axis`."""
     rows = x.reshape(-1, x.shape[-1])
@@ -83,15 +83,17 @@ def product(x: Array, kernel: Array, scale: Array | None, form: MatrixForm, axis
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def partial_product(rows: Array, kernel: Array, scale: Array | None, form: MatrixForm, axis: str | None) -> Partial:
+def partial_product(
+    rows: Array, kernel: Array, scale: Array | None, form: MatrixFormat, axis: str | None
+) -> PartialResult:
     """Returns this shard's partial sums for [rows, in]; `whole` completes them."""
     if scale is not None:
         return _scaled(rows, kernel, form, axis)
     y = _dot(rows.astype(kernel.dtype), kernel, form, _sums(rows.dtype, kernel.dtype)).astype(rows.dtype)
-    return Partial(y, None)
+    return PartialResult(y, None)
 
 
-def whole(part: Partial, scale: Array | None, axis: str | None) -> Array:
+def whole(part: PartialResult, scale: Array | None, axis: str | None) -> Array:
     """Returns the sum of all shards' partial sums; f32 for quantised ones."""
     sums = part.sums if axis is None else jax.lax.psum(part.sums, axis)
     if part.scale is None:
@@ -116,14 +118,14 @@ def _rounded(rows: Array, absmax: Array, dtype: str) -> tuple[Array, Array]:
     return (jnp.round(parts) if dtype == "int8" else parts).astype(STORED[dtype]), scale
 
 
-def _scaled(rows: Array, kernel: Array, form: MatrixForm, axis: str | None) -> Partial:
+def _scaled(rows: Array, kernel: Array, form: MatrixFormat, axis: str | None) -> PartialResult:
     """Returns quantised partial sums in int32, or in f32 for fp8. Shards share a row's scale, so that their integer
     sums equal the sum of a single shard."""
     absmax = _absmax(rows)
     absmax = absmax if axis is None else jax.lax.pmax(absmax, axis)
     parts, row_scale = _rounded(rows, absmax, form.dtype)
     sums = _dot(jax.lax.optimization_barrier(parts), kernel, form, jnp.int32 if form.dtype == "int8" else jnp.float32)
-    return Partial(sums, row_scale)
+    return PartialResult(sums, row_scale)
 
 
 def _sums(*dtypes: DTypeLike) -> DTypeLike:
@@ -131,7 +133,7 @@ def _sums(*dtypes: DTypeLike) -> DTypeLike:
     return jnp.float32 if jnp.float32 in dtypes else dtypes[0]
 
 
-def _dot(rows: Array, kernel: Array, form: MatrixForm, sums: DTypeLike) -> Array:
+def _dot(rows: Array, kernel: Array, form: MatrixFormat, sums: DTypeLike) -> Array:
     """Multiplies [rows, in] with the matrix: [rows, out]."""
     if not form.out_first:
         return _contract(rows, kernel, 0, sums)
@@ -200,7 +202,7 @@ class ProductTimes:
 
 def time_products(config: ModelConfig, dtype: str, rows: Sequence[int]) -> ProductTimes:
     """Measures products in a dtype of `WeightFormat` with f32 activations on the default device."""
-    form = MatrixForm(layout_of(jax.default_backend()), dtype)
+    form = MatrixFormat(layout_of(jax.default_backend()), dtype)
     matrices = _matrices(config, form)
     return ProductTimes({each: _timed(config, matrices, form, each) for each in rows})
 
@@ -212,7 +214,7 @@ def _shapes(config: ModelConfig) -> list[tuple[int, int]]:
     return [(qkv, hidden), (hidden, config.q_size), (2 * wide, hidden), (hidden, wide)]
 
 
-def _matrices(config: ModelConfig, form: MatrixForm) -> list[list[tuple[Array, Array | None]]]:
+def _matrices(config: ModelConfig, form: MatrixFormat) -> list[list[tuple[Array, Array | None]]]:
     """Returns random matrices of up to MOST_LAYERS layers."""
     shapes, random = _shapes(config), np.random.default_rng(0)
     layers = min(MOST_LAYERS, config.num_layers)
@@ -220,7 +222,7 @@ def _matrices(config: ModelConfig, form: MatrixForm) -> list[list[tuple[Array, A
     return [[_formed(jnp.asarray(each), form) for each in full] for _ in range(layers)]
 
 
-def _formed(rows: Array, form: MatrixForm) -> tuple[Array, Array | None]:
+def _formed(rows: Array, form: MatrixFormat) -> tuple[Array, Array | None]:
     scale = None
     if WeightFormat(form.dtype).is_scaled:
         rows, scale = quantized(rows, form.dtype)
@@ -229,7 +231,9 @@ def _formed(rows: Array, form: MatrixForm) -> tuple[Array, Array | None]:
     return jnp.array(rows if form.out_first else rows.T), scale
 
 
-def _timed(config: ModelConfig, matrices: list[list[tuple[Array, Array | None]]], form: MatrixForm, rows: int) -> float:
+def _timed(
+    config: ModelConfig, matrices: list[list[tuple[Array, Array | None]]], form: MatrixFormat, rows: int
+) -> float:
     def run(layers: list[list[tuple[Array, Array | None]]], x: dict[int, Array]) -> Array:
         return sum((jnp.sum(product(x[inputs], kernel, scale, form)) for layer in layers
                     for (kernel, scale), (_, inputs) in zip(layer, _shapes(config), strict=True)),

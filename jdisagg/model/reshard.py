@@ -19,19 +19,19 @@ from jax.sharding import Mesh
 
 from jdisagg.core.layout.tensor_cut import ShardCut, WeightMove, plan_weight_moves, shard_cut
 from jdisagg.core.model_config import experts_held
-from jdisagg.model.names import Leaf, Part
-from jdisagg.model.params import AbstractStage, StageParams, StageSpec, load_leaf, outline_of
+from jdisagg.model.names import LeafSpec, TensorSlice
+from jdisagg.model.params import StageParams, StageSpec, StageTree, load_leaf, outline_of
 from jdisagg.model.products import TINY
-from jdisagg.model.sources import Source
+from jdisagg.model.sources import TensorSource
 
 WHOLE = 1 << 40  # stands for the length of a leaf that neither cut divides
 
 
 @dataclass(frozen=True)
-class HeldLeaf:
+class HeldTensor:
     """A leaf on a mesh of `tp` shards; `take` removes it from `leaves[index]`."""
 
-    rule: Leaf
+    rule: LeafSpec
     tp: int
     leaves: list[jax.Array | None]
     index: int
@@ -47,7 +47,7 @@ class HeldWeights:
     """All weights that a worker holds, by leaf name in the whole model, as the source of a stage with other cuts.
     Leaves with another dtype and missing leaves are read from the source; `read_again` lists them."""
 
-    leaves: dict[str, HeldLeaf] = field(default_factory=dict[str, HeldLeaf])
+    leaves: dict[str, HeldTensor] = field(default_factory=dict[str, HeldTensor])
     moved_bytes: int = 0  # bytes copied between devices
     read_again: list[str] = field(default_factory=list[str])
 
@@ -55,9 +55,9 @@ class HeldWeights:
         """Adds a stage of the previous configuration, as loaded by `load_stage`."""
         _, abstract, rules = outline_of(spec)
         for index, (path, rule) in enumerate(zip(abstract.paths, rules, strict=True)):
-            self.leaves[whole_name(path, spec.layers)] = HeldLeaf(rule, spec.tp, params.leaves, index)
+            self.leaves[whole_name(path, spec.layers)] = HeldTensor(rule, spec.tp, params.leaves, index)
 
-    def load(self, source: Source, spec: StageSpec) -> StageParams:
+    def load(self, source: TensorSource, spec: StageSpec) -> StageParams:
         """Loads a stage as `load_stage` does, from the held leaves."""
         outline, abstract, rules = outline_of(spec)
         leaves = [
@@ -67,8 +67,8 @@ class HeldWeights:
         return replace(outline, leaves=leaves)
 
     def _leaf(
-        self, name: str, path: str, rule: Leaf, leaf: jax.ShapeDtypeStruct, abstract: AbstractStage, mesh: Mesh,
-        source: Source,
+        self, name: str, path: str, rule: LeafSpec, leaf: jax.ShapeDtypeStruct, abstract: StageTree, mesh: Mesh,
+        source: TensorSource,
     ) -> jax.Array:  # fmt: skip
         held = self.leaves.pop(name, None)
         found = None if held is None else held.take()
@@ -91,7 +91,13 @@ def whole_name(path: str, layers: range) -> str:
 
 
 def recut(
-    held: jax.Array, old: Leaf, old_tp: int, new: Leaf, leaf: jax.ShapeDtypeStruct, mesh: Mesh, padding: float = 0.0
+    held: jax.Array,
+    old: LeafSpec,
+    old_tp: int,
+    new: LeafSpec,
+    leaf: jax.ShapeDtypeStruct,
+    mesh: Mesh,
+    padding: float = 0.0,
 ) -> tuple[jax.Array, int]:
     """Returns the leaf for `mesh` and the bytes copied between devices. `padding` is the value of padded elements."""
     axis = (old.axis if new.axis is None else new.axis) or 0
@@ -110,7 +116,7 @@ def recut(
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, made), moved
 
 
-def cut_of(rule: Leaf, other: Leaf, shard: int, tp: int) -> ShardCut:
+def cut_of(rule: LeafSpec, other: LeafSpec, shard: int, tp: int) -> ShardCut:
     """Returns one shard's rows of the leaf. A leaf that is not cut is whole along the dimension that `other` cuts."""
     if rule.experts:
         held = experts_held(rule.experts, tp)
@@ -122,7 +128,7 @@ def cut_of(rule: Leaf, other: Leaf, shard: int, tp: int) -> ShardCut:
     return shard_cut([_held(part, theirs, shard, tp) for part, theirs in parts])
 
 
-def _held(part: Part, other: Part, shard: int, tp: int) -> tuple[range, int]:
+def _held(part: TensorSlice, other: TensorSlice, shard: int, tp: int) -> tuple[range, int]:
     if part.cut is not None:
         return part.cut.held(tp, shard), part.cut.width(tp)
     size = len(part.rows) if part.rows is not None else part.shape[other.axis]

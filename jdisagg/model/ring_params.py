@@ -16,19 +16,11 @@ from jax.typing import DTypeLike
 
 from jdisagg.core.layout.stages import RingCut
 from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
-from jdisagg.model.names import Index, Leaf, ring_leaves
-from jdisagg.model.network import Stage, Vocabulary
-from jdisagg.model.params import (
-    SUMMED,
-    AbstractStage,
-    StageParams,
-    abstract_stage,
-    check_depth,
-    check_leaves,
-    shards_of,
-)
+from jdisagg.model.names import Index, LeafSpec, ring_leaves
+from jdisagg.model.network import Stage, VocabularyLayout
+from jdisagg.model.params import SUMMED, StageParams, StageTree, abstract_stage, check_depth, check_leaves, shards_of
 from jdisagg.model.products import layout_of
-from jdisagg.model.sources import Source
+from jdisagg.model.sources import TensorSource
 from jdisagg.parallel.submesh import BOTH, RING, RingMesh
 
 ENDS = ("embed", "head", "head_scale")  # leaves cut over the whole ring
@@ -49,19 +41,19 @@ class RingParams(StageParams):
 
 
 @dataclass(frozen=True)
-class Outline:
+class RingPlan:
     """The shapes of a ring's leaves and the recipe of each."""
 
     params: RingParams
-    abstract: AbstractStage
-    rules: list[list[Leaf | None]]  # [leaf][stage]; None: padding
+    abstract: StageTree
+    rules: list[list[LeafSpec | None]]  # [leaf][stage]; None: padding
 
 
 def ring_outline(
     config: ModelConfig, cut: RingCut, ring: RingMesh, dtype: DTypeLike, weights: WeightFormat = AS_MADE
-) -> Outline:
+) -> RingPlan:
     """Returns the shapes of a ring's weights; nothing is read or allocated."""
-    out_first, spread = layout_of(ring.devices[0].platform), Vocabulary(BOTH, len(ring.devices))
+    out_first, spread = layout_of(ring.devices[0].platform), VocabularyLayout(BOTH, len(ring.devices))
     weights = alike(weights, cut)
     abstract = abstract_stage(config, cut.numbers, ring.tp, ring.axis, dtype, weights, out_first, spread)
     table = abstract.rules(ring_leaves(config, cut.numbers))
@@ -79,11 +71,11 @@ def ring_outline(
     reductions = sum(2 if form.is_scaled else 1 for form in summed)
     stacked = tuple(path.startswith("layers.") for path in abstract.paths)
     params = RingParams(abstract.graphdef, abstract.treedef, leaves, specs, reductions, stacked)
-    return Outline(params, abstract, rules)
+    return RingPlan(params, abstract, rules)
 
 
 def load_ring(
-    source: Source,
+    source: TensorSource,
     config: ModelConfig,
     cut: RingCut,
     ring: RingMesh,
@@ -120,7 +112,7 @@ def _has_own_leaf(cut: RingCut, stage: int, path: str) -> bool:
     return not path.startswith("layers.") or cut.places[stage][int(path.split(".")[1])] is not None
 
 
-def _spec(rule: Leaf, path: str, tp: int) -> PartitionSpec:
+def _spec(rule: LeafSpec, path: str, tp: int) -> PartitionSpec:
     if path in ENDS:
         return PartitionSpec(BOTH)
     if not path.startswith("layers."):
@@ -131,7 +123,7 @@ def _spec(rule: Leaf, path: str, tp: int) -> PartitionSpec:
 
 
 def _whole(
-    rule: Leaf, path: str, local: jax.ShapeDtypeStruct, sharding: NamedSharding, ring: RingMesh
+    rule: LeafSpec, path: str, local: jax.ShapeDtypeStruct, sharding: NamedSharding, ring: RingMesh
 ) -> jax.ShapeDtypeStruct:
     """Returns the ring's global leaf from one shard's."""
     if path in ENDS:
@@ -143,11 +135,11 @@ def _whole(
     return jax.ShapeDtypeStruct(whole, local.dtype, sharding=sharding)
 
 
-def _loaded(source: Source, outline: Outline, index: int, ring: RingMesh) -> jax.Array:
+def _loaded(source: TensorSource, outline: RingPlan, index: int, ring: RingMesh) -> jax.Array:
     leaf, path = outline.params.leaves[index], outline.abstract.paths[index]
     stacked, rules = outline.params.stacked[index], outline.rules[index]
 
-    def shards(rule: Leaf, number: int) -> Callable[[int], np.ndarray]:
+    def shards(rule: LeafSpec, number: int) -> Callable[[int], np.ndarray]:
         return shards_of(source, outline.abstract, path, rule, number, leaf)
 
     def shard_at(found: Index | None) -> np.ndarray:

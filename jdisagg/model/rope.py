@@ -10,7 +10,7 @@ from jax import Array
 from jdisagg.core.model_config import ModelConfig, RopeScaling
 
 
-class Rotation(NamedTuple):
+class RotaryTable(NamedTuple):
     """Cosines and sines f32[..., R/2] for the first R elements of every head."""
 
     cos: Array
@@ -69,15 +69,15 @@ def _longrope(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np
 SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
 
 
-def rotations(positions: Array, frequencies: np.ndarray, factor: float = 1.0) -> Rotation:
+def rotations(positions: Array, frequencies: np.ndarray, factor: float = 1.0) -> RotaryTable:
     """Returns cosines and sines f32[..., R/2] for positions i32[...], times `factor`."""
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
     if factor == 1.0:
-        return Rotation(jnp.cos(angles), jnp.sin(angles))
-    return Rotation(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+        return RotaryTable(jnp.cos(angles), jnp.sin(angles))
+    return RotaryTable(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
 
-def rotate(x: Array, rotation: Rotation) -> Array:
+def rotate(x: Array, rotation: RotaryTable) -> Array:
     """Rotates the first R elements of the heads of x [..., H, D]; the result has the dtype of x."""
     cos, sin = rotation.cos[..., None, :], rotation.sin[..., None, :]
     half = cos.shape[-1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import RopeScaling
-from jdisagg.model.files import Fields, shown
+from jdisagg.model.files import JsonFields, shown
 
 # Upper limits for config values, far above any published model, because they determine loops and allocations.
 
@@ -21,11 +21,11 @@ KINDS = ("default", "linear", "llama3", "yarn")
 DEFAULT_ORIGINAL = 2048  # original length if the config has no length at all
 
 
-def rope_part(read: Fields) -> Fields:
+def rope_part(read: JsonFields) -> JsonFields:
     """Returns `rope_parameters` (transformers 5), else `rope_scaling`, else an empty object. Refuses parameters by
     layer type."""
     old, new = read.part("rope_scaling"), read.part("rope_parameters")
-    rope = next((each for each in (new, old) if each is not None and each.raw), Fields({}, read.place))
+    rope = next((each for each in (new, old) if each is not None and each.raw), JsonFields({}, read.place))
     nested = [key for key, value in rope.raw.items() if isinstance(value, dict)]
     if nested:
         raise UnsupportedModel(
@@ -34,7 +34,7 @@ def rope_part(read: Fields) -> Fields:
     return rope
 
 
-def whole_rope(read: Fields) -> tuple[float, RopeScaling | None]:
+def whole_rope(read: JsonFields) -> tuple[float, RopeScaling | None]:
     rope = rope_part(read)
     for partial in (rope.number("partial_rotary_factor", 0, 1), read.number("partial_rotary_factor", 0, 1)):
         if partial not in (None, 1.0):
@@ -42,7 +42,7 @@ def whole_rope(read: Fields) -> tuple[float, RopeScaling | None]:
     return rope_of(read, rope, 10_000.0)
 
 
-def rope_of(read: Fields, rope: Fields, theta: float) -> tuple[float, RopeScaling | None]:
+def rope_of(read: JsonFields, rope: JsonFields, theta: float) -> tuple[float, RopeScaling | None]:
     """Returns base and scaling from `rope`; the base is `theta` if neither `rope` nor the file has one."""
     kind = rope.word("rope_type") or rope.word("type") or "default"
     if kind not in KINDS:
@@ -51,12 +51,12 @@ def rope_of(read: Fields, rope: Fields, theta: float) -> tuple[float, RopeScalin
     return theta, None if kind == "default" else _scaling(read, rope, kind)
 
 
-def first_said(*places: tuple[Fields, str]) -> float | None:
+def first_said(*places: tuple[JsonFields, str]) -> float | None:
     found = (fields.number(key, 0.0, MOST_THETA, open_low=True) for fields, key in places)
     return next((value for value in found if value is not None), None)
 
 
-def _scaling(read: Fields, rope: Fields, kind: str) -> RopeScaling:
+def _scaling(read: JsonFields, rope: JsonFields, kind: str) -> RopeScaling:
     if kind == "linear":
         return RopeScaling(kind, _factors(rope, kind, "factor")["factor"])
     if kind == "yarn":
@@ -68,7 +68,7 @@ def _scaling(read: Fields, rope: Fields, kind: str) -> RopeScaling:
     return RopeScaling(kind, factor, low, high, original_length(read, rope))
 
 
-def _factors(rope: Fields, kind: str, *needed: str) -> dict[str, float]:
+def _factors(rope: JsonFields, kind: str, *needed: str) -> dict[str, float]:
     found = {key: _factor(rope, key) for key in needed}
     factors = {key: value for key, value in found.items() if value is not None}
     missing = [key for key in needed if key not in factors]
@@ -79,24 +79,24 @@ def _factors(rope: Fields, kind: str, *needed: str) -> dict[str, float]:
     return factors
 
 
-def _factor(rope: Fields, key: str) -> float | None:
+def _factor(rope: JsonFields, key: str) -> float | None:
     return rope.number(key, 0.0, MOST_FACTOR, open_low=True)
 
 
-def original_length(read: Fields, rope: Fields) -> int:
+def original_length(read: JsonFields, rope: JsonFields) -> int:
     """Returns the context length in tokens of the original training, before extension."""
     key = "original_max_position_embeddings"
     length = next(filter(None, (each.whole(key, 1, MOST_POSITIONS) for each in (read, rope))), None)
     return length or read.whole("max_position_embeddings", 1, MOST_POSITIONS) or DEFAULT_ORIGINAL
 
 
-def _stretch(read: Fields, rope: Fields, original: int) -> float:
+def _stretch(read: JsonFields, rope: JsonFields, original: int) -> float:
     """Returns `factor`, else the ratio of the extended to the original length."""
     whole = read.whole("max_position_embeddings", 1, MOST_POSITIONS) or original
     return _factor(rope, "factor") or whole / original
 
 
-def _yarn(read: Fields, rope: Fields) -> RopeScaling:
+def _yarn(read: JsonFields, rope: JsonFields) -> RopeScaling:
     original = original_length(read, rope)
     factor = _stretch(read, rope, original)
     said = _factor(rope, "attention_factor")
@@ -111,7 +111,7 @@ def _yarn(read: Fields, rope: Fields) -> RopeScaling:
     )
 
 
-def _yarn_attention(rope: Fields, factor: float) -> float:
+def _yarn_attention(rope: JsonFields, factor: float) -> float:
     """Returns the attention factor (YaRN, section 3.4); with both mscales (DeepSeek-V2) it is their quotient."""
     above, below = (rope.number(key, 0.0, MOST_FACTOR) for key in ("mscale", "mscale_all_dim"))
     return mscale(factor, above) / mscale(factor, below) if above and below else mscale(factor, 1.0)
@@ -122,7 +122,7 @@ def mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def longrope(read: Fields, rope: Fields) -> tuple[float, RopeScaling]:
+def longrope(read: JsonFields, rope: JsonFields) -> tuple[float, RopeScaling]:
     """Returns base and scaling for prompts up to the original length (`short_factor`)."""
     original = original_length(read, rope)
     factor = _stretch(read, rope, original)
@@ -138,7 +138,7 @@ def longrope(read: Fields, rope: Fields) -> tuple[float, RopeScaling]:
     return first_said((rope, "rope_theta"), (read, "rope_theta")) or 10_000.0, scaling
 
 
-def _short_factors(rope: Fields) -> tuple[float, ...]:
+def _short_factors(rope: JsonFields) -> tuple[float, ...]:
     found = rope.raw.get("short_factor")
     if not isinstance(found, list) or not all(type(each) in (int, float) and 0 < each <= MOST_FACTOR for each in found):
         raise rope.wrong("short_factor", f"a list of numbers in (0, {MOST_FACTOR:g}]")

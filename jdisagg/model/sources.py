@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from jdisagg.core.errors import CheckpointError, MissingTensor
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.files import Fields, plain_name, read_json, regular
+from jdisagg.model.files import JsonFields, plain_name, read_json, regular
 from jdisagg.model.names import Index, stage_leaves
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -38,7 +38,7 @@ OCTETS = {
 BLOCK_ROWS = 256  # rows that one generator of a `RandomSource` generates
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A read-only collection of tensors by name."""
 
     @property
@@ -85,7 +85,7 @@ class ScaledSource(Protocol):
         ...
 
 
-def stored_channels(source: Source, name: str, dtype: str) -> StoredChannels | None:
+def stored_channels(source: TensorSource, name: str, dtype: str) -> StoredChannels | None:
     """Returns the stored numbers and scales of a tensor if they are in `dtype`; else None."""
     found = source.channels(name) if isinstance(source, ScaledSource) else None
     return found if found is not None and found.dtype == dtype else None
@@ -183,7 +183,7 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
 def _indexed(folder: Path) -> dict[str, Path]:
     """Returns tensor name -> file from the index, which may name only files of its own folder."""
     index = folder / INDEX_FILE
-    files = Fields(read_json(index), str(index)).part("weight_map")
+    files = JsonFields(read_json(index), str(index)).part("weight_map")
     if files is None:
         raise CheckpointError(f"{index} has no weight_map")
     return {name: folder / plain_name(file, f"{index}, weight_map, {name}") for name, file in files.raw.items()}

@@ -16,12 +16,12 @@ from jdisagg.core.errors import CheckpointError, RequestError, TooLong
 from jdisagg.model.chat_template import (
     ChatTemplates,
     Message,
-    SpecialText,
+    SpecialTokens,
     find_templates,
     most_bytes_a_token,
     without_special,
 )
-from jdisagg.model.files import Fields, Json, first_line, read_json, shown
+from jdisagg.model.files import Json, JsonFields, first_line, read_json, shown
 from jdisagg.model.gguf.config import generation_defaults
 from jdisagg.model.gguf.file import is_gguf, read_gguf
 from jdisagg.model.gguf.source import build_tokenizer, chat_templates, named_tokens
@@ -37,7 +37,7 @@ from jdisagg.model.hf_config import read_generation_config
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-class Pieces(Protocol):
+class TextPieces(Protocol):
     """The incremental detokenization of one text."""
 
     def push(self, ids: list[int]) -> str:
@@ -56,7 +56,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in unchanged} | {chr(256 + offset): byte for offset, byte in enumerate(moved)}
 
 
-class Vocabulary:
+class VocabularyTable:
     """The tokenizer's properties that decoding needs, computed once and shared by all texts."""
 
     def __init__(self, raw: tokenizers.Tokenizer):
@@ -83,7 +83,7 @@ class Vocabulary:
 class BytePieces:
     """Detokenization of byte-level vocabularies by an incremental UTF-8 decoder."""
 
-    def __init__(self, vocabulary: Vocabulary, skip: set[int]):
+    def __init__(self, vocabulary: VocabularyTable, skip: set[int]):
         self._vocabulary, self._skip = vocabulary, skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -98,7 +98,7 @@ class BytePieces:
 class WindowPieces:
     """Detokenization of other vocabularies: new tokens are decoded after those emitted last, whose text is cut off."""
 
-    def __init__(self, vocabulary: Vocabulary, skip: set[int]):
+    def __init__(self, vocabulary: VocabularyTable, skip: set[int]):
         self._vocabulary, self._skip = vocabulary, skip
         self._shown: list[int] = []  # tokens of the last emitted piece
         self._shown_text = ""
@@ -133,7 +133,7 @@ class WindowPieces:
         return self._vocabulary.raw.decode(ids, skip_special_tokens=False)
 
 
-def pieces(vocabulary: Vocabulary, skip_special_tokens: bool) -> Pieces:
+def pieces(vocabulary: VocabularyTable, skip_special_tokens: bool) -> TextPieces:
     """Returns the detokenization of a new text of this vocabulary."""
     skip = vocabulary.special if skip_special_tokens else set()
     return BytePieces(vocabulary, skip) if vocabulary.is_byte_level else WindowPieces(vocabulary, skip)
@@ -190,7 +190,7 @@ def _read_json_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 def _refuse_broken_merges(path: Path) -> None:
     """Refuses a prefix that merged tokens lack: it makes `tokenizers` 0.23 read out of bounds and end the process."""
-    model = Fields(read_json(path, TOKENIZER_BYTES), str(path)).part("model")
+    model = JsonFields(read_json(path, TOKENIZER_BYTES), str(path)).part("model")
     prefix = model.word("continuing_subword_prefix") if model is not None else None
     if model is None or not prefix:
         return
@@ -215,13 +215,13 @@ class Tokenizer:
         self.place = Path(place)
         found = read_tokenizer(self.place)
         raw, named = found.raw, found.named
-        self._raw, self.vocabulary = raw, Vocabulary(raw)
+        self._raw, self.vocabulary = raw, VocabularyTable(raw)
         self.bos_id = raw.token_to_id(named["bos_token"]) if "bos_token" in named else None
         own = raw.token_to_id(named["eos_token"]) if "eos_token" in named else None
         ends: list[int] = [*found.end_ids, *([] if own is None else [own])]
         self.eos_ids = tuple(dict.fromkeys(ends))
         self._chat = ChatTemplates(found.templates, named, str(self.place))
-        self.special_text, self._bytes_a_token = SpecialText(raw), most_bytes_a_token(raw)
+        self.special_text, self._bytes_a_token = SpecialTokens(raw), most_bytes_a_token(raw)
         self._plain = without_special(raw) if self._chat.exists else raw
 
     @property
@@ -305,7 +305,7 @@ class Tokenizer:
         return self._chat.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
 
 
-class Detokenizer:
+class TextDecoder:
     """The streamed text of one answer: the pieces join to `Tokenizer.decode` of all ids, however they are grouped."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):

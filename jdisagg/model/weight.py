@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jdisagg.model.lora import LowRank
-from jdisagg.model.products import MatrixForm, Partial, partial_product, product, quantized, whole
+from jdisagg.model.products import MatrixFormat, PartialResult, partial_product, product, quantized, whole
 
 
 class Weight(nnx.Module):
@@ -18,15 +18,15 @@ class Weight(nnx.Module):
         self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (inputs, outputs), dtype))
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
         self.scale: nnx.Param | None = nnx.data(None)  # f32[out], for int8 and fp8
-        self.form = MatrixForm()
+        self.form = MatrixFormat()
         self.low_rank: LowRank | None = nnx.data(None)  # adapter slots, if the worker serves adapters
 
     def __call__(self, x: Array) -> Array:
         return summed(self, x, None)
 
-    def become(self, form: MatrixForm) -> None:
+    def become(self, form: MatrixFormat) -> None:
         """Converts the matrix in place to another form, rounding it if that form is coarser."""
-        assert self.form == MatrixForm(), self.form
+        assert self.form == MatrixFormat(), self.form
         rows = self.kernel[...].T  # [out, in]
         if form.is_scaled:
             rows, scale = quantized(rows, form.dtype)
@@ -45,14 +45,14 @@ def summed(weight: Weight, x: Array, axis: str | None) -> Array:
     return y if weight.bias is None else y + over(weight.bias[...], y)
 
 
-def begun(weight: Weight, rows: Array, axis: str | None) -> Partial:
+def begun(weight: Weight, rows: Array, axis: str | None) -> PartialResult:
     """Returns this shard's partial sums of `summed` for [rows, in] without adapters; `ended` completes them."""
     assert weight.low_rank is None, "rows with adapters are not cut"
     scale = None if weight.scale is None else weight.scale[...]
     return partial_product(rows, weight.kernel[...], scale, weight.form, axis)
 
 
-def ended(weight: Weight, part: Partial, axis: str | None, dtype: DTypeLike) -> Array:
+def ended(weight: Weight, part: PartialResult, axis: str | None, dtype: DTypeLike) -> Array:
     y = whole(part, None if weight.scale is None else weight.scale[...], axis).astype(dtype)
     return y if weight.bias is None else y + over(weight.bias[...], y)
 

@@ -21,8 +21,8 @@ from jdisagg.core.model_config import ModelConfig, WeightFormat
 from jdisagg.core.request import adapter_sizes
 from jdisagg.core.settings import Settings
 from jdisagg.model.lora import factors_of, room_for
-from jdisagg.model.network import Stage, Vocabulary
-from jdisagg.model.products import MatrixForm
+from jdisagg.model.network import Stage, VocabularyLayout
+from jdisagg.model.products import MatrixFormat
 from jdisagg.model.ring_params import alike
 
 SCALE_BYTES = 4  # one f32 scale per output channel
@@ -41,7 +41,7 @@ def shard_bytes(config: ModelConfig, layers: range, tp: int, dtype: DTypeLike, w
 
 def ring_shard_bytes(config: ModelConfig, cut: RingCut, tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
     """Returns the weight bytes of one device of a ring: its layers, padding included, and its share of both tables."""
-    rows = Vocabulary((), cut.num_stages * tp).rows(config.vocab_size)
+    rows = VocabularyLayout((), cut.num_stages * tp).rows(config.vocab_size)
     share = replace(config, vocab_size=rows)
     tables = _table_bytes(share, dtype, weights)
     if not _is_embedding(config, 1, weights):
@@ -92,11 +92,11 @@ def _layer_bytes(config: ModelConfig, layer: int, tp: int, dtype: DTypeLike, wei
 def _is_embedding(config: ModelConfig, tp: int, weights: WeightFormat) -> bool:
     """Returns True if the head shares the embedding's leaf on a device with both ends."""
     whole = config.head_params(tp) == config.embedding_params
-    return config.tie_embeddings and whole and not MatrixForm(True, weights.of("head")).is_scaled
+    return config.tie_embeddings and whole and not MatrixFormat(True, weights.of("head")).is_scaled
 
 
 def _head_bytes(config: ModelConfig, tp: int, dtype: DTypeLike, weights: WeightFormat) -> int:
-    form = MatrixForm(True, weights.of("head"))
+    form = MatrixFormat(True, weights.of("head"))
     if not form.is_scaled:
         return config.head_params(tp) * _table_bytes(config, dtype, weights) // config.embedding_params
     rows = config.head_params(tp) // config.hidden_size
@@ -105,5 +105,5 @@ def _head_bytes(config: ModelConfig, tp: int, dtype: DTypeLike, weights: WeightF
 
 def _table_bytes(config: ModelConfig, dtype: DTypeLike, weights: WeightFormat) -> int:
     """Returns the bytes of the embedding, which quantised formats store in the activation dtype."""
-    stored = dtype if weights.is_scaled else MatrixForm(True, weights.dtype).stored(dtype)
+    stored = dtype if weights.is_scaled else MatrixFormat(True, weights.dtype).stored(dtype)
     return config.embedding_params * jnp.dtype(stored).itemsize

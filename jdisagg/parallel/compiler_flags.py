@@ -29,7 +29,7 @@ SENT_BESIDE_BYTES = 64 << 10  # least bytes of a column block whose all-reduce o
 
 
 @dataclass(frozen=True, slots=True)
-class CompilerFlag:
+class CompilerOption:
     """A compiler option for devices whose kind starts with one of `kinds`."""
 
     name: str
@@ -47,20 +47,20 @@ class CompilerFlag:
 
 
 COMPILER_FLAGS = (
-    CompilerFlag(
+    CompilerOption(
         "xla_jf_crs_combiner_threshold_in_bytes",
         0,
         TPUS,
         "all-reduces of both halves of a chunk would be joined into one, which waits for both halves' products",
     ),
-    CompilerFlag(
+    CompilerOption(
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
         True,
         TPUS,
         "an all-reduce goes on beside products, sent and summed by the sparse cores",
         but=(WITHOUT_SPARSE_CORES,),
     ),
-    CompilerFlag(
+    CompilerOption(
         "xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes",
         4 << 20,
         TPUS,
@@ -69,7 +69,7 @@ COMPILER_FLAGS = (
         beside=SENT_BESIDE_BYTES,
     ),
     *(
-        CompilerFlag(
+        CompilerOption(
             f"xla_tpu_enable_sparse_core_collective_offload_{shape}all_gather",
             True,
             TPUS,
@@ -79,21 +79,21 @@ COMPILER_FLAGS = (
         for shape in ("", "2d_", "3d_")  # any shape, and devices in a plane or a cube
     ),
     # Sparse cores do not send for a program on a part of its slice; there the options of chips without them apply.
-    CompilerFlag(
+    CompilerOption(
         "xla_enable_async_all_reduce",
         True,
         (WITHOUT_SPARSE_CORES,),
         "an all-reduce has a start and an end of its own",
         in_part=TPUS,
     ),
-    CompilerFlag(
+    CompilerOption(
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
         True,
         (WITHOUT_SPARSE_CORES,),
         "its steps are fused with the product that stands between its start and its end",
         in_part=TPUS,
     ),
-    CompilerFlag(
+    CompilerOption(
         "xla_disable_hlo_passes",
         "rematerialization",
         GPUS,
@@ -106,7 +106,7 @@ COMPILER_FLAGS = (
 
 def options_for(device: Any, *, as_stored: bool, devices: int, beside: bool = False) -> dict[str, Option] | None:
     """Returns the options of programs on `devices` devices of this kind, attached or of a topology; None for no
-    options. `as_stored`: the programs move pages without converting them. `beside`: see `CompilerFlag`."""
+    options. `as_stored`: the programs move pages without converting them. `beside`: see `CompilerOption`."""
     if device.platform == "cpu":
         return AS_STORED if as_stored else None
     part = devices < device.client.device_count()
@@ -116,7 +116,7 @@ def options_for(device: Any, *, as_stored: bool, devices: int, beside: bool = Fa
 
 
 @cache
-def _known(kind: str, version: str, part: bool, device: Any) -> tuple[CompilerFlag, ...]:
+def _known(kind: str, version: str, part: bool, device: Any) -> tuple[CompilerOption, ...]:
     candidates = [each for each in COMPILER_FLAGS if each.concerns(kind, part=part)]
     accepted = [each for each in candidates if _accepted(each.name, each.value, device)]
     for each in candidates:

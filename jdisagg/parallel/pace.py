@@ -13,7 +13,7 @@ import jax
 MAX_IN_FLIGHT = 16
 
 
-class Pace:
+class LaunchCounter:
     """A counter of launches, which tracks one non-donated result of each."""
 
     def __init__(self, limit: int = MAX_IN_FLIGHT) -> None:
@@ -40,4 +40,4 @@ def _outline(argument: Any) -> Any:
     return len(argument) if isinstance(argument, list | tuple) else getattr(argument, "shape", None)
 
 
-LAUNCHES = Pace()  # one per process, because the limit is the backend's
+LAUNCHES = LaunchCounter()  # one per process, because the limit is the backend's

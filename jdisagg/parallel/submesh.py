@@ -29,7 +29,7 @@ AXIS = "tp"
 WHOLE = PartitionSpec()
 
 
-class Submesh:
+class StageMesh:
     """The devices of one stage, in shard order."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -213,13 +213,13 @@ BOTH = (RING, AXIS)
 
 
 class RingMesh:
-    """A mesh of `pp` stages of `tp` shards, devices stage-major; it may span processes like a `Submesh`."""
+    """A mesh of `pp` stages of `tp` shards, devices stage-major; it may span processes like a `StageMesh`."""
 
     def __init__(self, devices: Sequence[Device], pp: int) -> None:
         self.devices, self.pp, self.tp = tuple(devices), pp, len(devices) // pp
         assert self.pp * self.tp == len(devices) and pp > 1, (pp, devices)
         self.mesh = Mesh(np.array(devices).reshape(pp, self.tp), BOTH, axis_types=(AxisType.Auto,) * 2)
-        self.stages = [Submesh(devices[stage * self.tp : (stage + 1) * self.tp]) for stage in range(pp)]
+        self.stages = [StageMesh(devices[stage * self.tp : (stage + 1) * self.tp]) for stage in range(pp)]
         self.whole = self.sharding(WHOLE)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:

@@ -135,7 +135,7 @@ def table_pages(config: WorkerConfig, context: int) -> int:
     return bucket(config.pages_for(context + room_of(config)), config.table_buckets)
 
 
-class DecodeFixture:
+class DecodeSession:
     """Sequences in the first slots of some microbatches, and the decode steps over them."""
 
     def __init__(self, machine: MeshExecutor, batch: int, context: int, microbatches: int = 1, turns: int = 1) -> None:
@@ -200,8 +200,8 @@ class DecodeFixture:
 @contextmanager
 def decode_fixture(
     machine: MeshExecutor, batch: int, context: int, microbatches: int = 1, turns: int = 1
-) -> Iterator[DecodeFixture]:
-    fixture = DecodeFixture(machine, batch, context, microbatches, turns)
+) -> Iterator[DecodeSession]:
+    fixture = DecodeSession(machine, batch, context, microbatches, turns)
     fixture.take()
     try:
         yield fixture
@@ -217,7 +217,7 @@ def time_steps(machine: MeshExecutor, batch: int, context: int, microbatches: in
 
 def time_admission(machine: MeshExecutor, batch: int, context: int) -> float:
     """Returns the extra seconds of a step that admits sequences; may be negative on a machine with other load."""
-    fixture = DecodeFixture(machine, batch, context)
+    fixture = DecodeSession(machine, batch, context)
     joined_s = fixture.take()
     lone_s = fixture.lone_step()
     fixture.leave()
@@ -322,7 +322,7 @@ LONE_TOKENS = 24
 PREFILL, DECODE = PHASES
 
 
-class Profiler:
+class ProfileRunner:
     """The warm executors of a deployment and the cases to time on them. Nothing else may use them meanwhile."""
 
     def __init__(self, deployment: Deployment, settings: Settings, machines: Mapping[WorkerId, MeshExecutor]) -> None:

@@ -13,19 +13,19 @@ from jdisagg.core.steps import KVTransfer, StepPlan, last_layer
 from jdisagg.core.tiers import DropPages, MovePages, PagesMoved, Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cost_models import CostModel
-from jdisagg.sim.device import Device, Span
-from jdisagg.sim.fast_forward import PrefixLookups, StepEnds
-from jdisagg.sim.links import NETWORK, FairLinks, FlowDone, Network, PartPacked
+from jdisagg.sim.device import Device, TimeSpan
+from jdisagg.sim.fast_forward import PrefixLookups, StepEndSchedule
+from jdisagg.sim.links import NETWORK, FairLinks, PartPackedEvent, TransferDueEvent, TransferNetwork
 from jdisagg.sim.outcome import SLO, Outcome
-from jdisagg.sim.simulation import Place, Simulation, SpanLog, Work, WorkSpan
-from jdisagg.sim.stops import Stops
+from jdisagg.sim.simulation import KVLocation, SimulationDriver, SpanLog, WorkKind, WorkSpan
+from jdisagg.sim.stops import StopSchedule
 from jdisagg.sim.tiers import SimulatedTiers
 from jdisagg.sim.traces import Trace
 
 # Simulated steps with KV waits. Each runs in one piece when the last KV part that it waits for has arrived.
 
 
-class HeldSteps:
+class WaitingSteps:
     """The waiting steps of all workers, by the attempt that they wait for."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class HeldSteps:
         return step
 
 
-PLACE = {Tier.DRAM: Place.DRAM, Tier.DISK: Place.DISK}
+PLACE = {Tier.DRAM: KVLocation.DRAM, Tier.DISK: KVLocation.DISK}
 POOL = WorkerId("pool")  # the worker name of the shared pool's curve
 STEP_END = object()  # queued before all other events of its instant
 PATIENT = RouterConfig(
@@ -68,7 +68,7 @@ PATIENT = RouterConfig(
 )  # nothing is refused and nothing times out, so that saturation shows
 
 
-class Cluster(Simulation):
+class Cluster(SimulationDriver):
     """A cluster whose steps and transfers take what `costs` and `links` say; ports are ("out" | "in", worker)."""
 
     def __init__(
@@ -89,8 +89,8 @@ class Cluster(Simulation):
         super().__init__(workers, router, message_s)
         self.devices = {config.worker: Device(config) for config in workers}
         self.costs, self.log = dict(costs), log
-        self.network = Network(links or FairLinks(), latency_s)
-        self._held, self._steps, self._stops = HeldSteps(), StepEnds(fast_forward), Stops()
+        self.network = TransferNetwork(links or FairLinks(), latency_s)
+        self._held, self._steps, self._stops = WaitingSteps(), StepEndSchedule(fast_forward), StopSchedule()
         self._lookups, self.tiers = PrefixLookups(workers), tiers
 
     @property
@@ -115,8 +115,8 @@ class Cluster(Simulation):
         generates.
         """
         if limit or asks is not None:  # predictions depend on the progress of each request, so no step is skipped
-            self.requests.stated_objectives, self.requests.limit, self._steps = asks, limit, StepEnds(False)
-            self._stops = Stops(self.requests.lengths)
+            self.requests.stated_objectives, self.requests.limit, self._steps = asks, limit, StepEndSchedule(False)
+            self._stops = StopSchedule(self.requests.lengths)
         self._run(trace, until_s, clients, think_s)
         records = list(self.requests.records.values())
         span_s = max((record.end_s for record in records), default=0.0)
@@ -152,13 +152,13 @@ class Cluster(Simulation):
         log.held(actor, self.now_s, pool.num_pages - pool.free_pages, pool.num_pages)
         if not worker.config.prefix_caching:
             return
-        tokens_by_location = {Place.IN_USE: use["live"] + use["in_flight"], Place.KEPT: use["cached"]}
+        tokens_by_location = {KVLocation.IN_USE: use["live"] + use["in_flight"], KVLocation.KEPT: use["cached"]}
         tokens_by_location |= {
             PLACE[tier]: below.num_pages - below.free_pages for tier, below in worker.tiers.pools.items()
         }
         log.lie(actor, self.now_s, {place: size * pages for place, pages in tokens_by_location.items()})
         if self.tiers is not None and self.tiers.pool.room:
-            log.lie(POOL, self.now_s, {Place.POOL: size * len(self.tiers.pool.held)})
+            log.lie(POOL, self.now_s, {KVLocation.POOL: size * len(self.tiers.pool.held)})
         if isinstance(event, PagesMoved) and event.move.destination is Tier.HBM:
             log.came.append((self.now_s, event.move.source, size * sum(event.good)))
 
@@ -191,13 +191,13 @@ class Cluster(Simulation):
         if plan.decode is None:
             self._at(span.done_s, actor, self._stops.done(actor, plan))
 
-    def _note_step(self, actor: WorkerId, plan: StepPlan, span: Span) -> None:
+    def _note_step(self, actor: WorkerId, plan: StepPlan, span: TimeSpan) -> None:
         if plan.prefill is not None:
-            self._note(actor, Work.PREFILL, span, plan.prefill.num_tokens)
+            self._note(actor, WorkKind.PREFILL, span, plan.prefill.num_tokens)
         if plan.decode is not None:
-            self._note(actor, Work.DECODE, span, plan.decode.most_tokens)
+            self._note(actor, WorkKind.DECODE, span, plan.decode.most_tokens)
 
-    def _note(self, actor: WorkerId, work: Work, span: Span, amount: int) -> None:
+    def _note(self, actor: WorkerId, work: WorkKind, span: TimeSpan, amount: int) -> None:
         if self.log is not None:
             self.log.did(WorkSpan(actor, work, span.start_s, span.done_s, amount))
 
@@ -217,25 +217,25 @@ class Cluster(Simulation):
         for effect in caught_up.sends:
             self._at(caught_up.ended_s + self.message_s, effect.to, Received(actor, effect.message))
         for rows, span in caught_up.ran:
-            self._note(actor, Work.DECODE, span, len(rows.active))
+            self._note(actor, WorkKind.DECODE, span, len(rows.active))
         return True
 
     def _catch_up_all(self, at_s: float) -> bool:
         caught_up = [self._catch_up(actor, at_s) for actor in self._steps.foreseen]
         return any(caught_up)
 
-    def _at_layers(self, actor: WorkerId, ships: Sequence[KVTransfer], span: Span) -> None:
+    def _at_layers(self, actor: WorkerId, ships: Sequence[KVTransfer], span: TimeSpan) -> None:
         """Sends the parts of each layer group when it is done; layer groups take equal shares of a plan's time."""
         groups = self.workers[actor].config.layer_groups
         ends = [stop for _, stop in groups]
         for transfer in ships:
             layer = last_layer(transfer)
             time_share = (ends.index(int(layer)) + 1) / len(ends) if layer < math.inf else 1.0
-            self._at(span.start_s + time_share * (span.done_s - span.start_s), NETWORK, PartPacked(transfer))
+            self._at(span.start_s + time_share * (span.done_s - span.start_s), NETWORK, PartPackedEvent(transfer))
 
     def ship(self, actor: WorkerId, effect: ShipKV) -> None:
         """Sends KV in program order, after the plans that the device already has."""
-        self._at(max(self.now_s, self.devices[actor].free_s), NETWORK, PartPacked(effect.transfer))
+        self._at(max(self.now_s, self.devices[actor].free_s), NETWORK, PartPackedEvent(effect.transfer))
 
     def move_pages(self, actor: WorkerId, effect: MovePages) -> None:
         assert self.tiers is not None, f"{actor} moves pages, and nothing says how long that takes"
@@ -253,14 +253,14 @@ class Cluster(Simulation):
         assert self.tiers is not None, f"{actor} drops pages, and has no tiers"
         self.tiers.forget(actor, effect.move)
 
-    def _network(self, event: PartPacked | FlowDone) -> None:
-        if isinstance(event, PartPacked):
+    def _network(self, event: PartPackedEvent | TransferDueEvent) -> None:
+        if isinstance(event, PartPackedEvent):
             size_bytes = self.costs[event.transfer.source].transfer_bytes(event.transfer)
             self.network.start(event.transfer, size_bytes, self.now_s)
         elif self.network.is_void(event):
             return
         for transfer, span in self.network.landed(self.now_s):
-            self._note(transfer.destination, Work.TRANSFER, span, transfer.num_tokens)
+            self._note(transfer.destination, WorkKind.TRANSFER, span, transfer.num_tokens)
             self._at(span.done_s, transfer.destination, KVArrived(transfer, True, span.done_s - span.start_s))
         due = self.network.next_done()
         if due is not None:

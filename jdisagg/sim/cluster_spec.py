@@ -20,7 +20,7 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, Role, WorkerConfig, WorkerSizes, kv_sizes, worker_config
 from jdisagg.sim.cost_models import CostModel, RingRoofline, Roofline, distserve_fit, distserve_kv_tokens
-from jdisagg.sim.hardware import Hardware, hardware
+from jdisagg.sim.hardware import ChipSpec, hardware
 from jdisagg.sim.kernel_tables import KernelTables
 from jdisagg.sim.links import DomainLinks, FairLinks
 from jdisagg.sim.tiers import TierSpec
@@ -233,7 +233,7 @@ def _of_roofline(model: Roofline, place: WorkerMesh, host_devices: int = 0) -> t
     return RingRoofline(model, place.pp, host_devices) if ring else model, model.kv_tokens(place.pp)
 
 
-def by_device(devices: Mapping[Role, Hardware], roofline: Callable[[Hardware, int], Roofline]) -> CostOf:
+def by_device(devices: Mapping[Role, ChipSpec], roofline: Callable[[ChipSpec, int], Roofline]) -> CostOf:
     """Returns costs as `by_roofline`, with each role's workers on its own kind of device (`devices_of`)."""
 
     def cost_of(place: WorkerMesh) -> tuple[CostModel, int]:
@@ -242,10 +242,10 @@ def by_device(devices: Mapping[Role, Hardware], roofline: Callable[[Hardware, in
     return cost_of
 
 
-def devices_of(text: str) -> dict[Role, Hardware]:
+def devices_of(text: str) -> dict[Role, ChipSpec]:
     """Parses devices by role, as "h100" (all) or "h100,decode:a100" (all but decode workers). Raises ConfigError for an
     unknown chip or role, and for a role given twice."""
-    chips: dict[str, Hardware] = {}
+    chips: dict[str, ChipSpec] = {}
     for word in text.split(","):
         role, _, name = word.strip().rpartition(":")
         if role in chips or role not in ("", *map(str, Role)):

@@ -24,7 +24,7 @@ from jdisagg.core.layout.stages import ring_cut
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.sim.arithmetic import model, number_bytes
-from jdisagg.sim.hardware import Hardware
+from jdisagg.sim.hardware import ChipSpec
 
 DISTSERVE = Path(__file__).parent / "data" / "distserve_a100_80g.json"
 ENGINES = ("distserve", "vllm")  # engines whose measurements were fitted
@@ -52,7 +52,7 @@ class CostModel(Protocol):
 
 
 @runtime_checkable
-class ManySteps(CostModel, Protocol):
+class VectorCostModel(CostModel, Protocol):
     """A cost model that computes many steps at once as arrays, so that a simulator calls it once per sequence."""
 
     def steps_s(self, plan: DecodeRows, context_tokens: Contexts) -> Times:
@@ -107,7 +107,7 @@ def _over(formula: Callable[[DecodeRows, Any], Any], plan: DecodeRows, context_t
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearCost:
     """The linear form a + b·x + c·y, in seconds."""
 
     a: float
@@ -125,9 +125,9 @@ class PublishedFit:
     attend."""
 
     model: Model
-    prefill: Line
-    small: Line  # decode, batch below `threshold`
-    large: Line
+    prefill: LinearCost
+    small: LinearCost  # decode, batch below `threshold`
+    large: LinearCost
     threshold: int
     host_s: float = 0.0  # host time per plan
 
@@ -162,7 +162,7 @@ def distserve_fit(name: str, tp: int, engine: str = "distserve", host_s: float =
     """Returns the fits on A100-80G in FP16 of opt-13b (TP 1, 2, 4) and opt-66b (TP 2, 3, 4, 8). Raises ConfigError."""
     sizes = _among(_among(_distserve(), engine, "engine"), name, "model")
     row = _among(sizes, str(tp), f"{name} at tp")
-    lines = [Line(*(each / 1e3 for each in row[kind])) for kind in ("prefill", "decode_small", "decode_large")]
+    lines = [LinearCost(*(each / 1e3 for each in row[kind])) for kind in ("prefill", "decode_small", "decode_large")]
     return PublishedFit(Model(model(name), "float16"), *lines, threshold=row["threshold"], host_s=host_s)
 
 
@@ -186,7 +186,7 @@ class Roofline:
     """
 
     model: Model
-    chip: Hardware
+    chip: ChipSpec
     tp: int = 1
     weight_dtype: str = "bfloat16"
     host_s: float = 1e-3  # host time per plan

@@ -15,21 +15,21 @@ from jdisagg.sim.cost_models import CostModel, MixedCostModel
 TOKEN = Sampled(0)  # every sampled token
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """An interval in seconds of the virtual clock."""
 
     start_s: float
     done_s: float
 
 
-class Flying(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step with decode rows in flight, and its end."""
 
     plan: StepPlan
     done_s: float
 
 
-class Pipeline:
+class PipelineStages:
     """Equal stages, each on its own devices. A stage runs plans in the order of their dispatch."""
 
     def __init__(self, num_stages: int) -> None:
@@ -37,21 +37,21 @@ class Pipeline:
         self.busy_s = 0.0  # of the first stage
         self.step_done_s = [0.0] * num_stages
 
-    def copy(self) -> Pipeline:
-        other = Pipeline(0)
+    def copy(self) -> PipelineStages:
+        other = PipelineStages(0)
         other.free_s, other.step_done_s = self.free_s.copy(), self.step_done_s.copy()
         return other
 
-    def run(self, now_s: float, seconds: float) -> Span:
+    def run(self, now_s: float, seconds: float) -> TimeSpan:
         """Runs a plan of `seconds` for all stages together."""
         stage_s = seconds / len(self.free_s)
         start_s = at_s = max(now_s, self.free_s[0])
         for stage, free_s in enumerate(self.free_s):
             at_s = self.free_s[stage] = max(at_s, free_s) + stage_s
         self.busy_s += stage_s
-        return Span(start_s, at_s)
+        return TimeSpan(start_s, at_s)
 
-    def run_step(self, now_s: float, microbatch: int, seconds: float) -> Span:
+    def run_step(self, now_s: float, microbatch: int, seconds: float) -> TimeSpan:
         """Runs a decode step after the previous step of its microbatch, whose tokens it takes as input."""
         span = self.run(max(now_s, self.step_done_s[microbatch]), seconds)
         self.step_done_s[microbatch] = span.done_s
@@ -62,8 +62,8 @@ class Device:
     """A pipeline, its steps in flight, and the KV tokens of its slots."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self.pipeline = Pipeline(config.pipeline_stages)
-        self.flight: deque[Flying] = deque()  # in the order of dispatch, which is that of the ends
+        self.pipeline = PipelineStages(config.pipeline_stages)
+        self.flight: deque[InFlightStep] = deque()  # in the order of dispatch, which is that of the ends
         self._held: dict[int, int] = {}  # KV tokens by slot
 
     @property
@@ -71,13 +71,13 @@ class Device:
         """Returns the time at which all dispatched plans have ended."""
         return self.pipeline.free_s[-1]
 
-    def dispatch(self, now_s: float, plan: StepPlan, cost: CostModel) -> Span:
+    def dispatch(self, now_s: float, plan: StepPlan, cost: CostModel) -> TimeSpan:
         """Starts a step; one with decode rows is added to the steps in flight."""
         seconds = self.step_s(plan, cost)
         if plan.decode is None:
             return self.pipeline.run(now_s, seconds)
         span = self.pipeline.run_step(now_s, plan.decode.microbatch, seconds)
-        self.flight.append(Flying(plan, span.done_s))
+        self.flight.append(InFlightStep(plan, span.done_s))
         return span
 
     def step_s(self, plan: StepPlan, cost: CostModel) -> float:

@@ -22,14 +22,14 @@ from jdisagg.policy.worker.worker import Worker
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.device import Device
-from jdisagg.sim.links import NETWORK, PartPacked
+from jdisagg.sim.links import NETWORK, PartPackedEvent
 from jdisagg.sim.traces import Trace
 
 REPAIR = WorkerId("repair")
 
 
 @dataclass(frozen=True, slots=True)
-class Failures:
+class LossSchedule:
     """The times and workers of losses, the seconds until a loss is noticed, and from then until the worker returns."""
 
     losses: Sequence[tuple[float, WorkerId]]
@@ -56,7 +56,7 @@ class FailingCluster(Cluster):
         self,
         workers: Sequence[WorkerConfig],
         *rest: Any,
-        failures: Failures,
+        failures: LossSchedule,
         router: RouterConfig = PATIENT,
         **named: Any,
     ) -> None:
@@ -107,10 +107,10 @@ class FailingCluster(Cluster):
 
 
 def _is_from(event: Any, worker: WorkerId) -> bool:
-    return isinstance(event, PartPacked) and event.transfer.source == worker
+    return isinstance(event, PartPackedEvent) and event.transfer.source == worker
 
 
-def failing(given: ClusterSpec, failures: Failures, **named: Any) -> FailingCluster:
+def failing(given: ClusterSpec, failures: LossSchedule, **named: Any) -> FailingCluster:
     """Returns the cluster of a spec with losses. Raises ConfigError for shared cores or tiers, which are not
     simulated.
     """

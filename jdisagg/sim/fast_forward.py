@@ -24,14 +24,14 @@ from jdisagg.core.steps import DecodeRows, StepPlan
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.cache.prefix_cache import NamedTokens, PageHash
 from jdisagg.policy.worker.worker import Worker
-from jdisagg.sim.cost_models import CostModel, ManySteps
-from jdisagg.sim.device import TOKEN, Device, Flying, Span
-from jdisagg.sim.outcome import Lookups
+from jdisagg.sim.cost_models import CostModel, VectorCostModel
+from jdisagg.sim.device import TOKEN, Device, InFlightStep, TimeSpan
+from jdisagg.sim.outcome import CacheLookups
 
 WORTH = 4  # number of quiet steps from which predicting them costs less than running them
 
 
-class FastForward:
+class QuietSteps:
     """The next `steps` quiet step ends of one device, whose plans repeat in a cycle."""
 
     def __init__(self, device: Device, cost: CostModel, round_of: Sequence[DecodeRows], steps: int) -> None:
@@ -73,7 +73,7 @@ class FastForward:
         times, index = divmod(step, len(self.round_of))
         return self.round_of[index].microbatch, float(self._seconds[index][times])
 
-    def take(self, steps: int, flying: Sequence[StepPlan]) -> list[tuple[DecodeRows, Span]]:
+    def take(self, steps: int, flying: Sequence[StepPlan]) -> list[tuple[DecodeRows, TimeSpan]]:
         """Advances the device by `steps` ends and returns the plans that ran with their spans. `flying`: the steps
         dispatched last. Back-to-back steps of one stage are one span."""
         device, first = self.device, self.taken
@@ -83,7 +83,7 @@ class FastForward:
             device.add_steps(plan.active, len(range(index, stop, size)) - len(range(index, first, size)))
         still_flying = [plan for plan, _ in device.flight][steps:]
         device.flight.clear()
-        device.flight.extend(map(Flying, [*still_flying, *flying], self.done_s[stop : stop + self._ahead]))
+        device.flight.extend(map(InFlightStep, [*still_flying, *flying], self.done_s[stop : stop + self._ahead]))
         if len(device.pipeline.free_s) == 1:
             return [(self.round_of[0], self._pass(first, stop))]
         return [
@@ -94,21 +94,21 @@ class FastForward:
             for step in range(first, stop)
         ]
 
-    def _pass(self, first: int, stop: int) -> Span:
+    def _pass(self, first: int, stop: int) -> TimeSpan:
         pipeline = self.device.pipeline
-        span = Span(self.done_s[first + self._ahead - 1], self.done_s[stop + self._ahead - 1])
+        span = TimeSpan(self.done_s[first + self._ahead - 1], self.done_s[stop + self._ahead - 1])
         pipeline.free_s[0] = pipeline.step_done_s[0] = span.done_s
         pipeline.busy_s += span.done_s - span.start_s
         return span
 
 
-class StepEnds:
+class StepEndSchedule:
     """The next step end of each worker that needs an event; quiet steps before it are applied together."""
 
     def __init__(self, fast_forward: bool) -> None:
         self.fast_forward = fast_forward
         self.skipped = 0  # steps without an event of their own
-        self.foreseen: dict[WorkerId, FastForward] = {}
+        self.foreseen: dict[WorkerId, QuietSteps] = {}
         self._due_s: dict[WorkerId, float] = {}
 
     def look_ahead(self, name: WorkerId, worker: Worker, device: Device, cost: CostModel) -> float | None:
@@ -121,7 +121,7 @@ class StepEnds:
         if quiet < WORTH:
             self.foreseen.pop(name, None)
         else:
-            seen = self.foreseen[name] = FastForward(device, cost, worker.scheduler.next_round(), quiet)
+            seen = self.foreseen[name] = QuietSteps(device, cost, worker.scheduler.next_round(), quiet)
             due_s = seen.next_s
         if self._due_s.get(name) == due_s:
             return None
@@ -140,7 +140,7 @@ class StepEnds:
         self.foreseen.pop(name, None)
         self._due_s.pop(name, None)
 
-    def catch_up(self, name: WorkerId, worker: Worker, at_s: float) -> CaughtUp | None:
+    def catch_up(self, name: WorkerId, worker: Worker, at_s: float) -> AppliedSteps | None:
         """Applies the worker's quiet steps that have ended by `at_s`; None if there are none."""
         seen = self.foreseen[name]
         steps = seen.ended(at_s)
@@ -150,27 +150,27 @@ class StepEnds:
         ended_s = seen.done_s[seen.taken + steps - 1]
         ran = seen.take(steps, [effect.plan for effect in effects if isinstance(effect, RunStep)])
         self.skipped += steps
-        return CaughtUp(ended_s, [effect for effect in effects if isinstance(effect, Send)], ran)
+        return AppliedSteps(ended_s, [effect for effect in effects if isinstance(effect, Send)], ran)
 
 
-class CaughtUp(NamedTuple):
+class AppliedSteps(NamedTuple):
     """The end of the last of some quiet steps, the worker's messages after them, and what ran when."""
 
     ended_s: float
     sends: list[Send]
-    ran: list[tuple[DecodeRows, Span]]
+    ran: list[tuple[DecodeRows, TimeSpan]]
 
 
 @cache
 def _takes_arrays(kind: type[CostModel]) -> bool:
-    return issubclass(kind, ManySteps)
+    return issubclass(kind, VectorCostModel)
 
 
 def _seconds(device: Device, cost: CostModel, plan: DecodeRows, steps: int) -> np.ndarray:
     """Returns f64[steps], the seconds of repeated steps like the plan; each reads one more token per slot."""
     contexts = device.held_tokens(plan.active) + len(plan.active) * np.arange(1, steps + 1)
     if _takes_arrays(type(cost)):
-        return cast(ManySteps, cost).steps_s(plan, contexts)
+        return cast(VectorCostModel, cost).steps_s(plan, contexts)
     return np.array([cost.decode_s(plan, context) for context in contexts.tolist()])
 
 
@@ -179,7 +179,7 @@ def _seconds(device: Device, cost: CostModel, plan: DecodeRows, steps: int) -> n
 MOST_TOKENS = 1 << 32  # per request
 
 
-class Names(NamedTuple):
+class PromptBlocks(NamedTuple):
     """The block hashes of one request's tokens, prompt and output."""
 
     blocks: npt.NDArray[np.int64]  # ids of its prompt's blocks; an id stands for the block and all blocks before it
@@ -202,7 +202,7 @@ class SimulatedSequence(NamedTokens):
 
     __slots__ = ("_names", "_start", "_stop")
 
-    def __init__(self, tokens: int, names: Names | None = None, start: int = 0) -> None:
+    def __init__(self, tokens: int, names: PromptBlocks | None = None, start: int = 0) -> None:
         """Makes a sequence of `tokens` tokens that begin at `start` of the tokens in `names`."""
         assert tokens >= 0, tokens
         self._start, self._stop, self._names = start, start + tokens, names
@@ -243,7 +243,7 @@ class NamedPrompts:
             blocks.append(previous)
         named = min(tokens, len(blocks) * self.block_tokens)
         return SimulatedSequence(
-            tokens, Names(np.array(blocks, np.int64), self.block_tokens, named, next(self._requests))
+            tokens, PromptBlocks(np.array(blocks, np.int64), self.block_tokens, named, next(self._requests))
         )
 
 
@@ -255,7 +255,7 @@ class PrefixLookups:
 
     def __init__(self, workers: Sequence[WorkerConfig]) -> None:
         self._roles = {config.worker: config.role for config in workers if config.prefix_caching}
-        self.by_role = {role: Lookups() for role in Role if role in self._roles.values()}
+        self.by_role = {role: CacheLookups() for role in Role if role in self._roles.values()}
 
     def on_message(self, actor: WorkerId, effect: Send) -> None:
         """Counts a message if it reports a lookup or its result."""

@@ -20,7 +20,7 @@ from jdisagg.sim.arithmetic import model
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class ChipSpec:
     """The data sheet of one kind of device, its links and its price."""
 
     name: str
@@ -56,11 +56,11 @@ TWICE = (("int8", 2.0), ("fp8", 2.0))
 TORUS: dict[str, Any] = {"narrow": (("int8", 2.0),), "collective_s": 6e-6, "hop_s": 1e-6}  # 8 chips: 3 hops and back
 
 
-def _chip(name: str, link_bytes_per_s: float, nic_bytes_per_s: float, *rest: Any, **named: Any) -> Hardware:
+def _chip(name: str, link_bytes_per_s: float, nic_bytes_per_s: float, *rest: Any, **named: Any) -> ChipSpec:
     """Returns a chip of `core.targets` with the numbers that its sheet lacks."""
     chip = CHIPS[name]
     sheet = (chip.flops_per_s, chip.memory_bytes, chip.memory_bytes_per_s)
-    return Hardware(name, *sheet, link_bytes_per_s, nic_bytes_per_s, *rest, platform=chip.platform, **named)
+    return ChipSpec(name, *sheet, link_bytes_per_s, nic_bytes_per_s, *rest, platform=chip.platform, **named)
 
 
 _A100 = _chip("a100", 300e9, 25e9, 2.21, 0.91, 0.70, 0.55, 0.75, 0.76, 22.6e-6, narrow=(("int8", 2.0),))
@@ -71,7 +71,7 @@ HARDWARE = {
         _A100,
         _H100,
         _chip("h200", 450e9, 50e9, 0.0, 0.75, 0.78, 0.67, 0.78, 0.77, 16.0e-6, 50e9, narrow=TWICE),
-        Hardware(
+        ChipSpec(
             "b200", 2250e12, 180 << 30, 7.7e12, 900e9, 100e9, host_bytes_per_s=50e9, narrow=(*TWICE, ("int4", 4.0))
         ),
         replace(_A100, name="a800", link_bytes_per_s=200e9, price_per_hour=0.0),
@@ -85,13 +85,13 @@ HARDWARE = {
         # tpu7x): half of each is a device's. What crosses between a chip's two devices is counted as if over a port.
         _chip("v7x", 50e9, 6.25e9, **{**TORUS, "narrow": (("fp8", 2.0),)}),
         # One socket of 56 cores with AMX at 1.9 GHz and 8 channels of DDR5-4800; the shares are guesses, not measured.
-        Hardware("xeon8480", 218e12, 512 << 30, 307e9, 48e9, 25e9, 2.0, 0.4, 0.7, 0.2, 0.7, 0.7, 20e-6, platform="cpu"),
+        ChipSpec("xeon8480", 218e12, 512 << 30, 307e9, 48e9, 25e9, 2.0, 0.4, 0.7, 0.2, 0.7, 0.7, 20e-6, platform="cpu"),
     )
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpec:
     """A link between two meshes, in bytes per second, one way, decimal; `measured` is for one stream, if known."""
 
     name: str
@@ -100,21 +100,21 @@ class Link:
 
 
 LINKS = (
-    Link("NVLink A100, one way", 300e9, 228e9),
-    Link("NVLink H100, one way", 450e9, 348e9),
-    Link("PCIe 5.0 x16, one way", 64e9, None),
-    Link("8 x 400 Gbit/s RDMA", 400e9, 190e9),
-    Link("4 x 200 Gbit/s RDMA", 100e9, 87e9),
-    Link("400 Gbit/s (NDR)", 50e9, 35.9e9),
-    Link("200 Gbit/s (HDR)", 25e9, None),
-    Link("100 Gbit/s Ethernet", 12.5e9, None),
-    Link("25 Gbit/s Ethernet", 3.125e9, None),
-    Link("10 Gbit/s Ethernet", 1.25e9, None),
-    Link("1 Gbit/s Ethernet", 0.125e9, None),
+    LinkSpec("NVLink A100, one way", 300e9, 228e9),
+    LinkSpec("NVLink H100, one way", 450e9, 348e9),
+    LinkSpec("PCIe 5.0 x16, one way", 64e9, None),
+    LinkSpec("8 x 400 Gbit/s RDMA", 400e9, 190e9),
+    LinkSpec("4 x 200 Gbit/s RDMA", 100e9, 87e9),
+    LinkSpec("400 Gbit/s (NDR)", 50e9, 35.9e9),
+    LinkSpec("200 Gbit/s (HDR)", 25e9, None),
+    LinkSpec("100 Gbit/s Ethernet", 12.5e9, None),
+    LinkSpec("25 Gbit/s Ethernet", 3.125e9, None),
+    LinkSpec("10 Gbit/s Ethernet", 1.25e9, None),
+    LinkSpec("1 Gbit/s Ethernet", 0.125e9, None),
 )
 
 
-def hardware(name: str) -> Hardware:
+def hardware(name: str) -> ChipSpec:
     """Returns the hardware by name. Raises ConfigError with the known names."""
     if name not in HARDWARE:
         raise ConfigError(f"no hardware {name!r}; there are {', '.join(HARDWARE)}")

@@ -37,7 +37,7 @@ EACH_SEQUENCE = ("lm_head", "sampler")
 Point = tuple[float, ...]
 
 
-class Grid:
+class MeasuredTable:
     """Measured seconds at every point of a grid, interpolated linearly and extrapolated above the last points."""
 
     def __init__(self, rows: dict[Point, float]) -> None:
@@ -70,15 +70,15 @@ def _between(axis: Sequence[float], value: float) -> tuple[tuple[float, float], 
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelTimes:
     """One device's tables, of one model at one tp. Times in seconds."""
 
-    linear: Grid  # (tokens): a layer's work other than attention
-    once: Grid  # (tokens): what is done before and after all layers
-    head: Grid  # (sequences)
-    prefill: Grid  # (chunk tokens, KV tokens before it)
-    decode: Grid  # (sequences, KV tokens of each)
-    mixed: Grid  # both
+    linear: MeasuredTable  # (tokens): a layer's work other than attention
+    once: MeasuredTable  # (tokens): what is done before and after all layers
+    head: MeasuredTable  # (sequences)
+    prefill: MeasuredTable  # (chunk tokens, KV tokens before it)
+    decode: MeasuredTable  # (sequences, KV tokens of each)
+    mixed: MeasuredTable  # both
 
     def attention_s(self, prefill: PrefillChunks | None, batch: int, context_tokens: int) -> float:
         """Returns the seconds of one layer. Several chunks count as one with as many pairs, sequences as their mean."""
@@ -103,7 +103,7 @@ class KernelTables:
     """Costs of `tp` devices of one kind. With tp > 1, two all-reduces per layer take `link_s` plus their bytes."""
 
     model: Model
-    kernels: Kernels
+    kernels: KernelTimes
     tp: int = 1
     host_s: float = 1e-3  # host time per step
     link_bytes_per_s: float = 16e9
@@ -132,7 +132,7 @@ class KernelTables:
 
 
 @cache
-def read_kernels(folder: Path | str) -> Kernels:
+def read_kernels(folder: Path | str) -> KernelTimes:
     """Reads the tables of a folder. Raises ConfigError if a file, a column or a layer is missing."""
     dense, heads = (
         _curves(Path(folder) / name, by) for name, by in (("dense", "tokens"), ("per_sequence", "sequences"))
@@ -141,17 +141,17 @@ def read_kernels(folder: Path | str) -> Kernels:
     alone = {point[:2]: seconds for point, seconds in rows.items() if not point[2]}
     steps = {point[2:]: seconds for point, seconds in rows.items() if not point[0]}
     mixed = {point: seconds for point, seconds in rows.items() if point[0] and point[2]}
-    return Kernels(
+    return KernelTimes(
         linear=_sum(dense, EACH_LAYER),
         once=_sum(dense, dict.fromkeys(ONCE, 1)),
         head=_sum(heads, dict.fromkeys(EACH_SEQUENCE, 1)),
-        prefill=Grid(_powers(alone)),
-        decode=Grid(_powers(steps)),
-        mixed=Grid(_powers(mixed)),
+        prefill=MeasuredTable(_powers(alone)),
+        decode=MeasuredTable(_powers(steps)),
+        mixed=MeasuredTable(_powers(mixed)),
     )
 
 
-def shipped_kernels(device: str, model_name: str, tp: int = 1) -> Kernels:
+def shipped_kernels(device: str, model_name: str, tp: int = 1) -> KernelTimes:
     """Reads tables that come with the simulator: rtxpro6000 and rtx4090, of llama3-8b at tp 1. Raises ConfigError."""
     name = f"{device}-{model_name}-tp{tp}"
     if not (TABLES / name).is_dir():
@@ -179,12 +179,12 @@ def _curves(path: Path, by: str) -> dict[str, dict[Point, float]]:
     return curves
 
 
-def _sum(curves: dict[str, dict[Point, float]], times: dict[str, int]) -> Grid:
+def _sum(curves: dict[str, dict[Point, float]], times: dict[str, int]) -> MeasuredTable:
     missing = [name for name in times if name not in curves]
     if missing:
         raise ConfigError(f"a table of {', '.join(curves)} lacks {', '.join(missing)}")
     points = next(iter(curves.values()))
-    return Grid({point: sum(many * curves[name][point] for name, many in times.items()) for point in points})
+    return MeasuredTable({point: sum(many * curves[name][point] for name, many in times.items()) for point in points})
 
 
 def _read(path: Path, columns: list[str]) -> Iterable[list[str]]:

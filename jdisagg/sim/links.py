@@ -14,11 +14,11 @@ from typing import cast
 
 from jdisagg.core.request import WorkerId
 from jdisagg.core.steps import KVTransfer
-from jdisagg.sim.device import Span
+from jdisagg.sim.device import TimeSpan
 
 
 @dataclass(slots=True)
-class Flow:
+class LinkTransfer:
     """A transfer in progress. Its rate is constant between two changes of the network, so its end is known."""
 
     ports: tuple[Hashable, ...]
@@ -41,13 +41,13 @@ class FairLinks:
 
     def __init__(self, bytes_per_s: Mapping[Hashable, float] | None = None) -> None:
         self.bytes_per_s = dict(bytes_per_s or {})
-        self.flows: dict[Hashable, Flow] = {}
+        self.flows: dict[Hashable, LinkTransfer] = {}
         assert all(rate > 0 for rate in self.bytes_per_s.values()), "a port has a bandwidth"
 
     def start(self, name: Hashable, ports: tuple[Hashable, ...], size_bytes: float, now_s: float) -> None:
         """Starts a flow, which changes the shares of the others."""
         assert name not in self.flows, f"flow {name!r} is on its way already"
-        self.flows[name] = Flow(tuple(port for port in ports if port in self.bytes_per_s), size_bytes)
+        self.flows[name] = LinkTransfer(tuple(port for port in ports if port in self.bytes_per_s), size_bytes)
         self._share(now_s)
 
     def stop(self, name: Hashable, now_s: float) -> None:
@@ -102,7 +102,7 @@ class DomainLinks(FairLinks):
         super().start(name, (*ports, *uplinks), size_bytes, now_s)
 
 
-def _tightest(flows: list[Flow], left: Mapping[Hashable, float]) -> tuple[float, Hashable | None]:
+def _tightest(flows: list[LinkTransfer], left: Mapping[Hashable, float]) -> tuple[float, Hashable | None]:
     """Returns the smallest share of any port and that port; (inf, None) if no port limits a flow."""
     crossing: dict[Hashable, int] = {}
     for flow in flows:
@@ -119,20 +119,20 @@ NETWORK = WorkerId("network")
 
 
 @dataclass(frozen=True, slots=True)
-class PartPacked:
+class PartPackedEvent:
     """An event: a part of KV is packed and its flow starts."""
 
     transfer: KVTransfer
 
 
 @dataclass(frozen=True, slots=True)
-class FlowDone:
+class TransferDueEvent:
     """An event: a flow may be complete; it is ignored if the network has changed since."""
 
     version: int
 
 
-class Network:
+class TransferNetwork:
     """KV parts in transfer over `links`, with ports ("out" | "in", worker); `latency_s` is added to each part."""
 
     def __init__(self, links: FairLinks, latency_s: float) -> None:
@@ -145,17 +145,17 @@ class Network:
         ports = (("out", transfer.source), ("in", transfer.destination))
         self._links.start(transfer, ports, size_bytes, now_s)
 
-    def is_void(self, event: FlowDone) -> bool:
+    def is_void(self, event: TransferDueEvent) -> bool:
         return event.version != self._version
 
-    def landed(self, now_s: float) -> Iterator[tuple[KVTransfer, Span]]:
+    def landed(self, now_s: float) -> Iterator[tuple[KVTransfer, TimeSpan]]:
         """Yields the completed parts, with the time each was sent and arrives."""
         for done in self._links.finish(now_s):
             transfer = cast(KVTransfer, done)
-            yield transfer, Span(self._sent_s.pop(transfer), now_s + self._latency_s)
+            yield transfer, TimeSpan(self._sent_s.pop(transfer), now_s + self._latency_s)
         self._version += 1
 
-    def lose(self, worker: WorkerId, now_s: float) -> tuple[float, FlowDone] | None:
+    def lose(self, worker: WorkerId, now_s: float) -> tuple[float, TransferDueEvent] | None:
         """Stops the flows from and to a lost worker; returns the next completion as `next_done`."""
         for transfer in [each for each in self._sent_s if worker in (each.source, each.destination)]:
             self._links.stop(transfer, now_s)
@@ -163,5 +163,5 @@ class Network:
         self._version += 1
         return self.next_done()
 
-    def next_done(self) -> tuple[float, FlowDone] | None:
-        return (self._links.next_end_s, FlowDone(self._version)) if self._links.flows else None
+    def next_done(self) -> tuple[float, TransferDueEvent] | None:
+        return (self._links.next_end_s, TransferDueEvent(self._version)) if self._links.flows else None

@@ -28,7 +28,7 @@ from jdisagg.sim.traces import Trace
 NOTICEABLE = 0.03  # smaller slowdowns are within the noise: the devices count as independent
 
 
-class Line:
+class PiecewiseFit:
     """A piecewise linear function through points; the y of equal x are averaged."""
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
@@ -52,25 +52,25 @@ class Line:
         return ys[start] + slope * (x - xs[start])
 
 
-class Surface:
+class SurfaceFit:
     """Seconds over (x, y): lines along y at each measured x, interpolated between these."""
 
     def __init__(self, cells: Iterable[tuple[float, float, float]]) -> None:
         rows: dict[float, list[tuple[float, float]]] = {}
         for x, y, seconds in cells:
             rows.setdefault(x, []).append((y, seconds))
-        self.rows = [(x, Line(points)) for x, points in sorted(rows.items())]
+        self.rows = [(x, PiecewiseFit(points)) for x, points in sorted(rows.items())]
         self.least_s = min(min(line.ys) for _, line in self.rows)
 
     def at(self, x: float, y: float) -> float:
         xs = [each for each, _ in self.rows]
         index = min(max(bisect_left(xs, x), 1), len(xs) - 1)
         neighbours = self.rows[max(0, index - 1) : index + 1]
-        return max(self.least_s, Line((each, line.at(y)) for each, line in neighbours).at(x))
+        return max(self.least_s, PiecewiseFit((each, line.at(y)) for each, line in neighbours).at(x))
 
 
 @dataclass(frozen=True, slots=True)
-class TransferLine:
+class TransferFit:
     """The linear model of a KV part's seconds, from packing to its pages."""
 
     latency_s: float
@@ -78,17 +78,17 @@ class TransferLine:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProfileCost:
     """One worker's costs from measurements; implements `CostModel`."""
 
-    chunks: tuple[tuple[int, Surface], ...]  # by bucket, ascending: over tokens and context
-    steps: Surface | None  # over batch and context per slot
+    chunks: tuple[tuple[int, SurfaceFit], ...]  # by bucket, ascending: over tokens and context
+    steps: SurfaceFit | None  # over batch and context per slot
     host: Host
     admit_s: float
     page_bytes: float  # of all layers
     num_layers: int
     most_turns: int = 1  # steps per dispatch of the longest dispatch
-    long_steps: Surface | None = None  # times of the longest dispatch
+    long_steps: SurfaceFit | None = None  # times of the longest dispatch
 
     def prefill_s(self, plan: PrefillChunks) -> float:
         tokens = max(1, plan.num_tokens)
@@ -128,35 +128,35 @@ class Measured:
         return self.page_bytes * len(transfer.source_pages) * (stop - first) / self.num_layers
 
 
-def chunk_surfaces(times: Sequence[PrefillTime]) -> tuple[tuple[int, Surface], ...]:
+def chunk_surfaces(times: Sequence[PrefillTime]) -> tuple[tuple[int, SurfaceFit], ...]:
     buckets = sorted({each.bucket_tokens for each in times})
     return tuple(
-        (size, Surface((each.tokens, each.context, each.seconds) for each in times if each.bucket_tokens == size))
+        (size, SurfaceFit((each.tokens, each.context, each.seconds) for each in times if each.bucket_tokens == size))
         for size in buckets
     )
 
 
-def step_surface(times: Sequence[DecodeTime], turns: int = 1) -> Surface | None:
+def step_surface(times: Sequence[DecodeTime], turns: int = 1) -> SurfaceFit | None:
     """Returns the times of dispatches with `turns` steps."""
     points = [(each.batch, each.context, each.seconds) for each in times if each.turns == turns]
-    return Surface(points) if points else None
+    return SurfaceFit(points) if points else None
 
 
-def transfer_line_of(transfers: Sequence[TransferTime], wire: str = RAW) -> TransferLine:
+def transfer_line_of(transfers: Sequence[TransferTime], wire: str = RAW) -> TransferFit:
     """Fits the line with the least relative error; if it would fall, no part is faster than the median."""
     matching = [each for each in transfers if each.wire == wire]
     if not matching:
-        return TransferLine(0.0, None)
+        return TransferFit(0.0, None)
     sizes = np.array([each.size_bytes for each in matching], np.float64)
     seconds = np.array([each.seconds for each in matching])
     slope, latency_s = np.polyfit(sizes, seconds, 1, w=1.0 / seconds) if len(set(sizes)) > 1 else (0.0, 0.0)
     if slope <= 0.0 or latency_s < 0.0:
         return (
-            TransferLine(float(np.median(seconds)), None)
+            TransferFit(float(np.median(seconds)), None)
             if slope <= 0.0
-            else TransferLine(0.0, float(np.median(sizes / seconds)))
+            else TransferFit(0.0, float(np.median(sizes / seconds)))
         )
-    return TransferLine(float(latency_s), float(1.0 / slope))
+    return TransferFit(float(latency_s), float(1.0 / slope))
 
 
 def cluster_spec_of(
@@ -192,7 +192,7 @@ def check_fits(cluster_spec: ClusterSpec, trace: Trace) -> None:
         )
 
 
-def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured]:
+def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, ProfileCost]:
     role = place.role
     prefills = [each for each in _like(profile, place) if each.prefill] if role.prefills else []
     decodes = [each for each in _like(profile, place) if each.decode and _stages(each.config) == _schedule(place)]
@@ -204,7 +204,7 @@ def _worker(profile: Profile, place: WorkerMesh) -> tuple[WorkerConfig, Measured
         raise ConfigError(f"{place.worker} is {role}:{is_it}; the profile is of {pools}")
     chosen = decodes[0] if role.decodes else prefills[0]
     config = replace(chosen.config, worker=place.worker, role=role, **_prefill_stages(profile, place, chosen.config))
-    cost = Measured(
+    cost = ProfileCost(
         chunks=chunk_surfaces(prefills[0].prefill) if role.prefills else (),
         steps=step_surface(decodes[0].decode) if role.decodes else None,
         host=profile.host,

@@ -22,7 +22,7 @@ from jdisagg.core.profile import Checked
 from jdisagg.core.request import FinishReason
 from jdisagg.core.tiers import Tier
 from jdisagg.core.worker_config import Role
-from jdisagg.sim.tiers import Moved
+from jdisagg.sim.tiers import MoveStats
 
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 ASKED = ("request_id", "arrival_s", "input_tokens", "output_tokens", "prefill_worker", "decode_worker", "reason")
@@ -81,7 +81,7 @@ METRICS: dict[str, Callable[[Record], float]] = {
 
 
 @dataclass(slots=True)
-class Lookups:
+class CacheLookups:
     """Prompt tokens that were looked up in prefix caches, and found, as the serving metrics count them."""
 
     looked_up: int = 0
@@ -100,8 +100,10 @@ class Outcome:
     events: int
     span_s: float  # of the virtual clock, from 0 to the last request's end
     busy: dict[str, float]
-    lookups: Mapping[Role, Lookups] = field(default_factory=dict[Role, Lookups])  # of workers with a prefix cache
-    moved: Mapping[tuple[Tier, Tier], Moved] = field(default_factory=dict[tuple[Tier, Tier], Moved])
+    lookups: Mapping[Role, CacheLookups] = field(
+        default_factory=dict[Role, CacheLookups]
+    )  # of workers with a prefix cache
+    moved: Mapping[tuple[Tier, Tier], MoveStats] = field(default_factory=dict[tuple[Tier, Tier], MoveStats])
 
     @property
     def served(self) -> list[Record]:

@@ -25,19 +25,19 @@ from jdisagg.core.profile import Checked
 from jdisagg.core.request import WorkerId
 from jdisagg.core.tiers import Tier
 from jdisagg.sim.outcome import METRICS, SLO, Outcome, Point, Record, curve_rows, goodput_rps, goodput_text, trust
-from jdisagg.sim.simulation import Curve, Place, SpanLog, Work, WorkSpan
+from jdisagg.sim.simulation import Curve, KVLocation, SpanLog, WorkKind, WorkSpan
 
 # Pictures of a simulated run, each a PNG: latency distributions, goodput over the rate, page use, Gantt chart.
 #
 # Needs matplotlib, so it is loaded only for a report. Colours: prefill orange, decode blue, KV green.
 
 INK, PALE, ORANGE, BLUE, GREEN = "#2b2f36", "#8b929c", "#d9761e", "#2463a8", "#3c8f62"
-OF_WORK = {Work.PREFILL: ORANGE, Work.DECODE: BLUE, Work.TRANSFER: GREEN}
+OF_WORK = {WorkKind.PREFILL: ORANGE, WorkKind.DECODE: BLUE, WorkKind.TRANSFER: GREEN}
 OF_PART = dict(
     zip(PARTS[:-1], ("#c9ccd1", "#9aa1ab", ORANGE, GREEN, BLUE), strict=True)
 )  # all but decode, which would dwarf the others
 OF_ROLE = {"prefill": ORANGE, "decode": BLUE, "colocated": "#7a5aa6"}
-OF_PLACE = dict(zip(Place, (BLUE, "#7fa8d6", GREEN, "#c2a23a", "#7a5aa6"), strict=True))
+OF_PLACE = dict(zip(KVLocation, (BLUE, "#7fa8d6", GREEN, "#c2a23a", "#7a5aa6"), strict=True))
 OF_SOURCE = {Tier.DRAM: GREEN, Tier.DISK: "#c2a23a", Tier.POOL: "#7a5aa6", Tier.PEER: ORANGE}
 BARS = 60
 MOST_ROWS = 16  # workers in a Gantt chart
@@ -132,7 +132,7 @@ def where_kv_lies(log: SpanLog, span_s: float) -> bytes:
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     at_s = np.linspace(0, span_s, GRID)
-    sums = {place: np.zeros(GRID) for place in Place}
+    sums = {place: np.zeros(GRID) for place in KVLocation}
     for (_, place), curve in log.lies.items():
         sums[place] += _at(curve, at_s)
     shown = {place: tokens for place, tokens in sums.items() if tokens.any()}
@@ -192,16 +192,16 @@ def gantt(log: SpanLog) -> tuple[bytes, str]:
     axes = figure.subplots()
     _style_axes(axes)
     axes.grid(axis="y", visible=False)
-    largest = max((span.amount for span in log.spans if span.work is Work.DECODE), default=1)
+    largest = max((span.amount for span in log.spans if span.work is WorkKind.DECODE), default=1)
     for row, worker in enumerate(workers):
         spans = [span for span in log.of(worker) if span.done_s >= start_s and span.start_s <= stop_s]
-        for work in Work:
+        for work in WorkKind:
             _bars(axes, row, [span for span in spans if span.work is work], largest)
     axes.set_yticks(range(len(workers)), workers)
     axes.set_ylim(len(workers) - 0.4, -0.6)
     axes.set_xlim(start_s, stop_s)
     axes.set_xlabel("seconds")
-    shown = [work for work in Work if any(span.work is work for span in log.spans)]
+    shown = [work for work in WorkKind if any(span.work is work for span in log.spans)]
     patches = [Patch(color=OF_WORK[work], label=work.value) for work in shown]
     figure.legend(handles=patches, frameon=False, fontsize=9, loc="outside upper right", ncols=len(shown))
     left_out = len(log.workers) - len(workers)
@@ -216,8 +216,8 @@ def _bars(axes: Axes, row: int, spans: Sequence[WorkSpan], largest: int) -> None
     if not spans:
         return
     work = spans[0].work
-    offset = (row + 0.30, 0.10) if work is Work.TRANSFER else (row - 0.28, 0.54)
-    shades = [0.35 + 0.65 * span.amount / largest if work is Work.DECODE else 1.0 for span in spans]
+    offset = (row + 0.30, 0.10) if work is WorkKind.TRANSFER else (row - 0.28, 0.54)
+    shades = [0.35 + 0.65 * span.amount / largest if work is WorkKind.DECODE else 1.0 for span in spans]
     colours = [to_rgba(OF_WORK[work], shade) for shade in shades]
     axes.broken_barh([(span.start_s, span.done_s - span.start_s) for span in spans], offset, facecolors=colours)
 
@@ -311,7 +311,7 @@ code { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; }
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class ReportContent:
     """The contents of a report page."""
 
     title: str
@@ -325,7 +325,7 @@ class Story:
     checked: Checked | None = None  # result of the last check of the costs against a live run
 
 
-def write_report(story: Story, path: Path | str) -> None:
+def write_report(story: ReportContent, path: Path | str) -> None:
     """Writes the page to `path`. Raises ConfigError if it cannot be written."""
     try:
         Path(path).write_text(page(story), encoding="utf-8")
@@ -333,7 +333,7 @@ def write_report(story: Story, path: Path | str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def page(story: Story) -> str:
+def page(story: ReportContent) -> str:
     """Returns the HTML of the page."""
     outcome = story.outcome
     picture, caption = gantt(story.log)
@@ -366,7 +366,7 @@ def page(story: Story) -> str:
     )
 
 
-def kept_kv(story: Story) -> list[str]:
+def kept_kv(story: ReportContent) -> list[str]:
     """Returns the section about KV locations, if workers keep any."""
     if not story.log.lies:
         return []
@@ -382,7 +382,7 @@ def moved_rows(outcome: Outcome) -> Rows:
         yield (source, destination, *sizes, f"{1e3 * each.seconds / each.moves:,.3g}", f"{each.missed:,}")
 
 
-def tiles(story: Story) -> str:
+def tiles(story: ReportContent) -> str:
     """Returns the tiles with the main numbers."""
     outcome, slo = story.outcome, story.slo
     span_s = max(outcome.span_s, 1e-9)

@@ -45,17 +45,17 @@ from jdisagg.core.steps import KVTransfer
 from jdisagg.core.tiers import MovePages, PageMove, PagesMoved
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker.worker import Worker
-from jdisagg.sim.simulation import Simulation
+from jdisagg.sim.simulation import SimulationDriver
 from jdisagg.sim.traces import Trace
 
 # Runs new actors through a journal, event by event, as a driver would.
 
 
-class Actor(Protocol):
+class ReplayedNode(Protocol):
     def handle(self, event: Event, now_s: float) -> list[Effect]: ...
 
 
-def actors_of(header: Header) -> dict[WorkerId, Actor]:
+def actors_of(header: Header) -> dict[WorkerId, ReplayedNode]:
     """Returns new actors for the router and workers of a journal. Raises JournalError if they cannot be made."""
     try:
         return {ROUTER: Router(header.router, header.workers), **{each.worker: Worker(each) for each in header.workers}}
@@ -63,7 +63,7 @@ def actors_of(header: Header) -> dict[WorkerId, Actor]:
         raise JournalError(f"line 1: no such actors can be: {_error_text(error)}") from error
 
 
-def decide(actors: Mapping[WorkerId, Actor], recorded: Recorded, number: int) -> list[Effect]:
+def decide(actors: Mapping[WorkerId, ReplayedNode], recorded: Recorded, number: int) -> list[Effect]:
     """Returns the effects of the journal's event `number` now. Raises JournalError with the line."""
     if recorded.actor not in actors:
         raise JournalError(
@@ -87,7 +87,7 @@ def _error_text(error: Exception) -> str:
 NEVER = math.inf  # delay of a timer that was overdue and rearmed before it fired
 
 
-class Answer(NamedTuple):
+class TimedEvent(NamedTuple):
     """The event that ended a step or part, and the time from its dispatch."""
 
     took_s: float
@@ -95,14 +95,14 @@ class Answer(NamedTuple):
 
 
 @dataclass
-class Measured:
+class MeasuredRun:
     """The inputs of a serving run. Messages and timers are numbered in the order of their effects."""
 
     entries: list[Entry] = field(default_factory=list)  # the serving run's events with their effects, to compare with
     given: list[tuple[float, WorkerId, Event]] = field(default_factory=list)  # external events with their times
-    steps: dict[tuple[WorkerId, int], Answer] = field(default_factory=dict)
-    parts: dict[KVTransfer, Answer] = field(default_factory=dict)
-    moves: dict[tuple[WorkerId, PageMove], Answer] = field(default_factory=dict)
+    steps: dict[tuple[WorkerId, int], TimedEvent] = field(default_factory=dict)
+    parts: dict[KVTransfer, TimedEvent] = field(default_factory=dict)
+    moves: dict[tuple[WorkerId, PageMove], TimedEvent] = field(default_factory=dict)
     messages_s: dict[tuple[WorkerId, WorkerId, int], float] = field(default_factory=dict)
     lateness_s: dict[tuple[WorkerId, str, int], float] = field(default_factory=dict)
 
@@ -119,10 +119,10 @@ def between(began_s: float, ended_s: float) -> float:
     return took_s
 
 
-def measure(header: Header, entries: Iterable[Recorded]) -> Measured:
+def measure(header: Header, entries: Iterable[Recorded]) -> MeasuredRun:
     """Returns the durations of a journal that has all of its actors. Raises JournalError if its events do not lead to
     the recorded effects."""
-    actors, stopwatch = actors_of(header), Stopwatch()
+    actors, stopwatch = actors_of(header), DurationCollector()
     for number, recorded in enumerate(entries, 1):
         effects = decide(actors, recorded, number)
         if digest(effects) != recorded.decided:
@@ -132,17 +132,17 @@ def measure(header: Header, entries: Iterable[Recorded]) -> Measured:
     return stopwatch.stop()
 
 
-class Stopwatch(Unheeded):
+class DurationCollector(Unheeded):
     """Pairs every effect with the event that answers it."""
 
     def __init__(self) -> None:
-        self.measured, self._now_s = Measured(), 0.0
+        self.measured, self._now_s = MeasuredRun(), 0.0
         self._steps: dict[tuple[WorkerId, int], float] = {}
         self._parts: dict[KVTransfer, float] = {}
         self._moves: dict[tuple[WorkerId, PageMove], float] = {}
         self._sent: dict[tuple[WorkerId, WorkerId], deque[tuple[int, float, Message]]] = defaultdict(deque)
         self._armed: dict[tuple[WorkerId, str], tuple[int, float]] = {}
-        self._numbers = Numbers()
+        self._numbers = PairCounter()
 
     def see(self, entry: Entry) -> None:
         self.measured.entries.append(entry)
@@ -152,7 +152,7 @@ class Stopwatch(Unheeded):
         for effect in entry.effects:
             interpret(entry.actor, effect, self)
 
-    def stop(self) -> Measured:
+    def stop(self) -> MeasuredRun:
         """Returns the measurements. Timers that were due and had not fired at the end of the journal never fire."""
         for (actor, key), (number, due_s) in self._armed.items():
             if due_s <= self.measured.end_s:
@@ -165,17 +165,17 @@ class Stopwatch(Unheeded):
             case StepDone(step_id) | EngineFailed(int() as step_id):
                 began_s = self._steps.pop((entry.actor, step_id), None)
                 if began_s is not None:
-                    answer = Answer(between(began_s, entry.at_s), entry.event)
+                    answer = TimedEvent(between(began_s, entry.at_s), entry.event)
                     self.measured.steps[entry.actor, step_id] = answer
                 return began_s is not None
             case KVArrived(transfer):
                 began_s = self._parts.pop(transfer, None)
                 if began_s is not None:
-                    self.measured.parts[transfer] = Answer(between(began_s, entry.at_s), entry.event)
+                    self.measured.parts[transfer] = TimedEvent(between(began_s, entry.at_s), entry.event)
                 return began_s is not None
             case PagesMoved(move):
                 began_s = self._moves.pop((entry.actor, move))
-                self.measured.moves[entry.actor, move] = Answer(between(began_s, entry.at_s), entry.event)
+                self.measured.moves[entry.actor, move] = TimedEvent(between(began_s, entry.at_s), entry.event)
                 return True
             case Received(sender, message):
                 return self._message_received(sender, message, entry)
@@ -215,7 +215,7 @@ class Stopwatch(Unheeded):
         self._armed[actor, effect.key] = self._numbers.next(actor, effect.key), effect.at_s
 
 
-class Numbers:
+class PairCounter:
     """Counts from 0 for every pair of names."""
 
     def __init__(self) -> None:
@@ -225,13 +225,13 @@ class Numbers:
         return next(self._counts[one, other])
 
 
-class Rerun(Simulation):
+class RerunCluster(SimulationDriver):
     """A simulated cluster with the durations and tokens of a serving run, compared event by event."""
 
-    def __init__(self, header: Header, measured: Measured) -> None:
+    def __init__(self, header: Header, measured: MeasuredRun) -> None:
         super().__init__(header.workers, header.router, message_s=0.0)
         self.measured = measured
-        self._numbers = Numbers()
+        self._numbers = PairCounter()
         for at_s, actor, event in measured.given:
             self._at(at_s, actor, event)
 
@@ -309,10 +309,10 @@ class Rerun(Simulation):
             self._at(self.now_s + answer.took_s, transfer.destination, answer.event)
 
 
-def rerun(header: Header, entries: Iterable[Recorded]) -> Measured:
+def rerun(header: Header, entries: Iterable[Recorded]) -> MeasuredRun:
     """Reruns a journal in virtual time and returns its measurements. Raises JournalError at a difference."""
     measured = measure(header, entries)
-    Rerun(header, measured).compare()
+    RerunCluster(header, measured).compare()
     return measured
 
 

@@ -47,7 +47,7 @@ class FlipCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ScalingSnapshot:
     """The autoscaler's observation and decisions at one evaluation."""
 
     at_s: float
@@ -84,7 +84,7 @@ class ScaledCluster(Cluster):
         super().__init__(workers, *rest, **named)
         self.flip_costs, self.becomes = flip_costs, becomes
         self.scaler = None if scaling is None else RoleScaler(scaling, workers, can_be)
-        self.looks: list[Look] = []
+        self.looks: list[ScalingSnapshot] = []
         self.away_s: dict[WorkerId, list[float]] = {}  # times of each change: requested, returned
         self._numbers = count(1)
 
@@ -130,7 +130,7 @@ class ScaledCluster(Cluster):
         flips = self.scaler.look(self.now_s)
         roles = [each.role for each in self.scaler.configs.values()]
         counts = sum(role.prefills for role in roles), sum(role.decodes for role in roles)
-        self.looks.append(Look(self.now_s, self.scaler.load, *counts, tuple(flips)))
+        self.looks.append(ScalingSnapshot(self.now_s, self.scaler.load, *counts, tuple(flips)))
         for flip in flips:
             self.flip(flip.worker, flip.role)
         self._queue.set_timer(self.now_s + LOOK_S, AUTOSCALER, "look")

@@ -22,8 +22,8 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import ONE_TOKEN, ClusterSpec
 from jdisagg.sim.cost_models import CostModel, MixedCostModel
-from jdisagg.sim.device import Span
-from jdisagg.sim.links import NETWORK, PartPacked
+from jdisagg.sim.device import TimeSpan
+from jdisagg.sim.links import NETWORK, PartPackedEvent
 from jdisagg.sim.tiers import SimulatedTiers
 
 PREFILL, DECODE = PHASES
@@ -32,20 +32,20 @@ Stage = tuple[WorkerId, int]
 
 
 @dataclass(frozen=True, slots=True)
-class PartDue:
+class PartDueEvent:
     """An event: a device may have finished its part; it is ignored if the cores' state has changed since."""
 
     version: int
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class RunningPlan:
     """A plan's way through stages: `parts` are (stage, seconds alone); `on_progress` is called at each end."""
 
     phase: str
     parts: Sequence[tuple[Stage, float]]
-    on_progress: Callable[[Job], None]
-    after: Job | None = None  # job that must end before this one starts
+    on_progress: Callable[[RunningPlan], None]
+    after: RunningPlan | None = None  # job that must end before this one starts
     done: int = 0
     began_s: float = 0.0
     left_s: float = 0.0  # of the current part, if alone
@@ -57,16 +57,16 @@ class Job:
         return self.done == len(self.parts)
 
 
-class SharedCores:
+class CoreScheduler:
     """Devices that run their parts in order, and the rates of all running parts."""
 
     def __init__(self, slowdown: Slowdown) -> None:
         self.slowdown = slowdown
-        self.running: dict[Stage, Job] = {}
-        self._queues: dict[Stage, deque[Job]] = {}
+        self.running: dict[Stage, RunningPlan] = {}
+        self._queues: dict[Stage, deque[RunningPlan]] = {}
         self._since_s = 0.0
 
-    def add(self, job: Job, now_s: float) -> None:
+    def add(self, job: RunningPlan, now_s: float) -> None:
         self._queue(job)
         self._share(now_s)
 
@@ -86,7 +86,7 @@ class SharedCores:
     def next_end_s(self) -> float | None:
         return min((job.end_s for job in self.running.values()), default=None)
 
-    def _queue(self, job: Job, at_head: bool = False) -> None:
+    def _queue(self, job: RunningPlan, at_head: bool = False) -> None:
         queue = self._queues.setdefault(job.parts[job.done][0], deque())
         (queue.appendleft if at_head else queue.append)(job)
 
@@ -106,7 +106,7 @@ class SharedCores:
             job.rate = 1.0 / (1.0 + sum(self._slowdown_by(job, other) for other in self.running.values()))
             job.end_s = now_s + job.left_s / job.rate
 
-    def _slowdown_by(self, job: Job, other: Job) -> float:
+    def _slowdown_by(self, job: RunningPlan, other: RunningPlan) -> float:
         return 0.0 if job is other else self.slowdown.get(job.phase, {}).get(other.phase, 0.0)
 
 
@@ -118,8 +118,8 @@ class SharedCluster(Cluster):
         **named: Any,
     ) -> None:  # fmt: skip
         super().__init__(workers, costs, *rest, **named)
-        self.cores = SharedCores(slowdown)
-        self._last_step: dict[tuple[WorkerId, int], Job] = {}
+        self.cores = CoreScheduler(slowdown)
+        self._last_step: dict[tuple[WorkerId, int], RunningPlan] = {}
         self._versions = count(1)
         self._due_version = 0
 
@@ -127,7 +127,7 @@ class SharedCluster(Cluster):
         stages = self.workers[actor].config.pipeline_stages
         return [((actor, stage), seconds / stages) for stage in range(stages)]
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: RunningPlan) -> None:
         self.cores.add(job, self.now_s)
         self._next_due()
 
@@ -135,10 +135,10 @@ class SharedCluster(Cluster):
         self._due_version = next(self._versions)
         due_s = self.cores.next_end_s
         if due_s is not None:
-            self._at(due_s, NETWORK, PartDue(self._due_version))
+            self._at(due_s, NETWORK, PartDueEvent(self._due_version))
 
     def _network(self, event: Any) -> None:
-        if not isinstance(event, PartDue):
+        if not isinstance(event, PartDueEvent):
             super()._network(event)
         elif event.version == self._due_version:
             self.cores.finish(self.now_s)
@@ -156,7 +156,7 @@ class SharedCluster(Cluster):
         if unsent and len(ends) > 1 and config.pipeline_stages == 1:
             parts = [((actor, 0), seconds / len(ends)) for _ in ends]
 
-        def on_progress(job: Job) -> None:
+        def on_progress(job: RunningPlan) -> None:
             while unsent and (job.is_ended or last_layer(unsent[0]) <= ends[job.done - 1]):
                 self._send_part(unsent.pop(0))
             if job.is_ended:
@@ -164,23 +164,23 @@ class SharedCluster(Cluster):
                 self._at(self.now_s, actor, self._stops.done(actor, plan))
 
         if plan.decode is None:
-            self._start(Job(PREFILL, parts, on_progress))
+            self._start(RunningPlan(PREFILL, parts, on_progress))
             return
         previous = self._last_step.get((actor, plan.decode.microbatch))
-        job = self._last_step[actor, plan.decode.microbatch] = Job(DECODE, parts, on_progress, previous)
+        job = self._last_step[actor, plan.decode.microbatch] = RunningPlan(DECODE, parts, on_progress, previous)
         self._start(job)
 
     def ship(self, actor: WorkerId, effect: ShipKV) -> None:
         """Sends KV in program order, after the plans that the device already has."""
         stage, _ = self._stages(actor, 0.0)[-1]
-        self._start(Job(PREFILL, [(stage, 0.0)], lambda _: self._send_part(effect.transfer)))
+        self._start(RunningPlan(PREFILL, [(stage, 0.0)], lambda _: self._send_part(effect.transfer)))
 
     def _send_part(self, transfer: KVTransfer) -> None:
-        self._at(self.now_s, NETWORK, PartPacked(transfer))
+        self._at(self.now_s, NETWORK, PartPackedEvent(transfer))
 
-    def _ended(self, actor: WorkerId, plan: StepPlan, job: Job) -> None:
+    def _ended(self, actor: WorkerId, plan: StepPlan, job: RunningPlan) -> None:
         self.devices[actor].pipeline.busy_s += (self.now_s - job.began_s) / len({stage for stage, _ in job.parts})
-        self._note_step(actor, plan, Span(job.began_s, self.now_s))
+        self._note_step(actor, plan, TimeSpan(job.began_s, self.now_s))
 
 
 def simulated(given: ClusterSpec, **named: Any) -> Cluster:

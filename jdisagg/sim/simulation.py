@@ -57,7 +57,7 @@ from jdisagg.sim.traces import Trace
 SAME_INSTANT_S = 1e-9  # gaps up to this are rounding errors of float sums
 
 
-class Work(StrEnum):
+class WorkKind(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     TRANSFER = "transfer"  # KV on its way to the worker
@@ -68,18 +68,18 @@ class WorkSpan:
     """One piece of work of a worker. `amount`: prompt tokens, slots of a step, or KV tokens."""
 
     worker: WorkerId
-    work: Work
+    work: WorkKind
     start_s: float
     done_s: float
     amount: int
 
     def continues(self, later: WorkSpan) -> bool:
         """Returns True if `later` continues the same decode batch without a gap."""
-        is_same_batch = self.work is later.work is Work.DECODE and self.amount == later.amount
+        is_same_batch = self.work is later.work is WorkKind.DECODE and self.amount == later.amount
         return is_same_batch and later.start_s - self.done_s <= SAME_INSTANT_S
 
 
-class Place(StrEnum):
+class KVLocation(StrEnum):
     """Locations of KV. A page that is in two locations counts in both."""
 
     IN_USE = "HBM, in use"
@@ -99,7 +99,7 @@ class SpanLog:
 
     spans: list[WorkSpan] = field(default_factory=list)
     pages: dict[WorkerId, Curve] = field(default_factory=dict[WorkerId, Curve])
-    lies: dict[tuple[WorkerId, Place], Curve] = field(default_factory=dict[tuple[WorkerId, Place], Curve])
+    lies: dict[tuple[WorkerId, KVLocation], Curve] = field(default_factory=dict[tuple[WorkerId, KVLocation], Curve])
     came: list[tuple[float, Tier, int]] = field(default_factory=list[tuple[float, Tier, int]])  # (at_s, from, tokens)
     num_pages: dict[WorkerId, int] = field(default_factory=dict)
     _last: dict[WorkerId, WorkSpan] = field(default_factory=dict)  # last span of the worker's devices
@@ -110,7 +110,7 @@ class SpanLog:
             last.done_s = span.done_s
             return
         self.spans.append(span)
-        if span.work is not Work.TRANSFER:
+        if span.work is not WorkKind.TRANSFER:
             self._last[span.worker] = span
 
     def held(self, worker: WorkerId, at_s: float, pages: int, num_pages: int) -> None:
@@ -118,7 +118,7 @@ class SpanLog:
         self.num_pages[worker] = num_pages
         _add(self.pages.setdefault(worker, []), at_s, pages)
 
-    def lie(self, worker: WorkerId, at_s: float, tokens: Mapping[Place, int]) -> None:
+    def lie(self, worker: WorkerId, at_s: float, tokens: Mapping[KVLocation, int]) -> None:
         """Records the tokens of the worker in each of these locations; `worker` may be the shared pool."""
         for place, count in tokens.items():
             _add(self.lies.setdefault((worker, place), []), at_s, count)
@@ -276,7 +276,7 @@ class EventQueue:
         return at_s, actor, event
 
 
-class Simulation:
+class SimulationDriver:
     """Runs the actors. Messages take `message_s`; subclasses define the times of steps and transfers."""
 
     def __init__(self, workers: Sequence[WorkerConfig], router: RouterConfig, message_s: float) -> None:

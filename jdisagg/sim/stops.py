@@ -15,7 +15,7 @@ STOP = Sampled(STOP_TOKEN)
 
 
 @dataclass(slots=True)
-class Seat:
+class SlotState:
     """The request in a slot and the number of its tokens so far; it gets none after its stop."""
 
     request_id: RequestId
@@ -23,12 +23,12 @@ class Seat:
 
 
 @dataclass(slots=True)
-class Stops:
+class StopSchedule:
     """The simulated stop tokens of all requests. Steps must be passed in their order. `lengths`: output tokens of each
     request, the last of which is the stop."""
 
     lengths: Mapping[RequestId, int] = field(default_factory=dict[RequestId, int])
-    _slots: dict[tuple[WorkerId, int], Seat] = field(default_factory=dict[tuple[WorkerId, int], Seat])
+    _slots: dict[tuple[WorkerId, int], SlotState] = field(default_factory=dict[tuple[WorkerId, int], SlotState])
 
     def done(self, worker: WorkerId, plan: StepPlan) -> StepDone:
         """Returns the outputs of a step as `device.done`, with stop tokens."""
@@ -46,11 +46,11 @@ class Stops:
         for slot in rows.retire:
             self._slots.pop((worker, slot), None)
         for each in rows.admit:
-            self._slots[worker, each.slot] = Seat(each.request_id, each.num_output)
+            self._slots[worker, each.slot] = SlotState(each.request_id, each.num_output)
         widths = zip(rows.active, widths_of(rows), strict=True)
         return tuple((slot, self._draw(self._slots[worker, slot], width)) for slot, width in widths)
 
-    def _draw(self, slot_state: Seat, width: int) -> tuple[Sampled, ...] | None:
+    def _draw(self, slot_state: SlotState, width: int) -> tuple[Sampled, ...] | None:
         remaining = self.lengths[slot_state.request_id] - slot_state.num_tokens
         if remaining <= 0:
             return None

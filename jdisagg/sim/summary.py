@@ -20,7 +20,7 @@ QUANTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulationRun:
     """One simulation and its wall-clock seconds."""
 
     outcome: Outcome
@@ -45,7 +45,7 @@ def latencies(outcome: Outcome) -> Table:
     return table
 
 
-def summary_lines(run: Run, slo: SLO, devices: int) -> list[str]:
+def summary_lines(run: SimulationRun, slo: SLO, devices: int) -> list[str]:
     """Returns sentences on attainment, throughput, busy workers, cache hits and the speed of the simulation."""
     outcome, took_s = run.outcome, run.took_s
     span_s, requests = max(outcome.span_s, 1e-9), len(outcome.records)
@@ -85,7 +85,7 @@ def tier_move_lines(outcome: Outcome) -> list[str]:
     ]
 
 
-def write_json(run: Run, slo: SLO, devices: int, path: Path | str) -> None:
+def write_json(run: SimulationRun, slo: SLO, devices: int, path: Path | str) -> None:
     """Writes the run's numbers. Raises ConfigError if the file cannot be written."""
     try:
         Path(path).write_text(json.dumps(figures(run, slo, devices), indent=1) + "\n", encoding="utf-8")
@@ -93,7 +93,7 @@ def write_json(run: Run, slo: SLO, devices: int, path: Path | str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def figures(run: Run, slo: SLO, devices: int) -> dict[str, Any]:
+def figures(run: SimulationRun, slo: SLO, devices: int) -> dict[str, Any]:
     """Returns the numbers of the table and the sentences, in seconds and tokens; None for quantiles of no values."""
     outcome, span_s = run.outcome, max(run.outcome.span_s, 1e-9)
     point = Point.of(outcome, run.rate_rps, slo, devices)

@@ -16,21 +16,21 @@ from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.core.tiers import PageMove, PagesMoved, Tier
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.policy.cache.prefix_cache import PageHash, unpacked
-from jdisagg.sim.hardware import Hardware
+from jdisagg.sim.hardware import ChipSpec
 
 BELOW = (Tier.DRAM, Tier.DISK, Tier.POOL, Tier.PEER)  # the last one is another worker, over the network
 LATENCY_S = {Tier.DRAM: 30e-6, Tier.DISK: 200e-6, Tier.POOL: 1e-3, Tier.PEER: 1e-3}
 
 
 @dataclass(frozen=True, slots=True)
-class TierSpeed:
+class TierRate:
     """The speed of one worker's transfers to and from a tier; `latency_s` is added for each move."""
 
     bytes_per_s: float
     latency_s: float
 
 
-Speeds = Mapping[Tier, TierSpeed]
+Speeds = Mapping[Tier, TierRate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class TierSpec:
 
 
 @dataclass(slots=True)
-class Moved:
+class MoveStats:
     """Totals of the pages moved from one tier to another, over all workers."""
 
     pages: int = 0
@@ -83,7 +83,7 @@ class SimulatedTiers:
         self.spec = spec
         self.page_bytes = {worker: self.page_size * each for worker, each in token_bytes.items()}
         self.pool = SharedPool(spec.pool_tokens // self.page_size)
-        self.moved: dict[tuple[Tier, Tier], Moved] = {}
+        self.moved: dict[tuple[Tier, Tier], MoveStats] = {}
         self._coming: dict[tuple[WorkerId, Attempt], PageMove] = {}  # requested from peers, not sent yet
         self._free_s: dict[tuple[WorkerId, Tier, bool], float] = {}  # when each queue is free: worker, tier, is_down
 
@@ -101,7 +101,7 @@ class SimulatedTiers:
         self._count(move, good, num_bytes, done_s - now_s)
         return done_s, PagesMoved(move, good, done_s - now_s, round(num_bytes))
 
-    def _speed(self, worker: WorkerId, move: PageMove, tier: Tier) -> TierSpeed:
+    def _speed(self, worker: WorkerId, move: PageMove, tier: Tier) -> TierRate:
         """Returns the speed to `tier`; pages sent from a tier below HBM are limited by that tier as well."""
         speeds = self.spec.speeds[worker]
         return min((speeds[each] for each in (tier, move.source) if each in speeds), key=lambda each: each.bytes_per_s)
@@ -124,7 +124,7 @@ class SimulatedTiers:
         return PagesMoved(request, good, event.seconds, event.num_bytes)
 
     def _count(self, move: PageMove, good: tuple[bool, ...], num_bytes: float, took_s: float) -> None:
-        moved = self.moved.setdefault((move.source, move.destination), Moved())
+        moved = self.moved.setdefault((move.source, move.destination), MoveStats())
         moved.pages += sum(good)
         moved.missed += len(good) - sum(good)
         moved.tokens += sum(good) * self.page_size
@@ -134,18 +134,18 @@ class SimulatedTiers:
 
 
 def tier_speeds(
-    mesh: MeshSpec, devices: Mapping[Role, Hardware], given: Mapping[Tier, float]
+    mesh: MeshSpec, devices: Mapping[Role, ChipSpec], given: Mapping[Tier, float]
 ) -> dict[WorkerId, Speeds]:
     """Returns the speeds of each worker: its devices' shares of their host, added up. `given` are the bytes per second
     per worker that are set explicitly."""
 
-    def rate(chip: Hardware, count: int, tier: Tier) -> float:
+    def rate(chip: ChipSpec, count: int, tier: Tier) -> float:
         per_device = {Tier.DRAM: chip.host_bytes_per_s, Tier.DISK: chip.disk_bytes_per_s}
         return given.get(tier, count * per_device.get(tier, chip.nic_bytes_per_s))
 
     return {
         place.worker: {
-            tier: TierSpeed(rate(devices[place.role], place.pp * place.tp, tier), LATENCY_S[tier]) for tier in BELOW
+            tier: TierRate(rate(devices[place.role], place.pp * place.tp, tier), LATENCY_S[tier]) for tier in BELOW
         }
         for place in mesh.workers()
     }

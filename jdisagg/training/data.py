@@ -58,7 +58,7 @@ class TargetSettings:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetModel:
     settings: TargetSettings
     config: ModelConfig
     leaves: Leaves
@@ -67,14 +67,14 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Written:
+class GeneratedBatch:
     """One generated part: tokens i32[B, T], and the states f16[B, T, hidden] from which each next token was sampled."""
 
     tokens: np.ndarray
     states: np.ndarray
 
 
-def open_target(settings: TargetSettings) -> Target:
+def open_target(settings: TargetSettings) -> TargetModel:
     """Loads the target model. Raises CheckpointError, ConfigError."""
     folder = Path(settings.folder)
     config = read_model(folder)
@@ -85,16 +85,16 @@ def open_target(settings: TargetSettings) -> Target:
     spec = StageSpec(config, layers, mesh, jnp.float32, weights)
     params = load_stage(open_source(folder, "hf", config), spec)
     write = jax.jit(partial(_writing, params.merge, config))
-    return Target(settings, config, params.leaves, write, ModelTokenizer(folder))
+    return TargetModel(settings, config, params.leaves, write, ModelTokenizer(folder))
 
 
-def read_or_write(target: Target, folder: Path, corpus: np.ndarray) -> list[Written]:
+def read_or_write(target: TargetModel, folder: Path, corpus: np.ndarray) -> list[GeneratedBatch]:
     """Returns all parts, generating those that are not in `folder` yet; corpus: i32[N]."""
     folder.mkdir(parents=True, exist_ok=True)
     return [_part(target, folder / f"part{number}.npz", number, corpus) for number in range(target.settings.parts)]
 
 
-def _part(target: Target, path: Path, number: int, corpus: np.ndarray) -> Written:
+def _part(target: TargetModel, path: Path, number: int, corpus: np.ndarray) -> GeneratedBatch:
     if not path.exists():
         written = write_part(target, number, corpus)
         unfinished = path.with_suffix(".new.npz")
@@ -102,10 +102,10 @@ def _part(target: Target, path: Path, number: int, corpus: np.ndarray) -> Writte
         unfinished.rename(path)
         print(f"part {number + 1}/{target.settings.parts} is written", flush=True)
     with np.load(path) as found:
-        return Written(found["tokens"], found["states"])
+        return GeneratedBatch(found["tokens"], found["states"])
 
 
-def write_part(target: Target, number: int, corpus: np.ndarray) -> Written:
+def write_part(target: TargetModel, number: int, corpus: np.ndarray) -> GeneratedBatch:
     settings = target.settings
     rng = np.random.default_rng([settings.seed, number])
     key = jax.random.key(number + settings.seed * settings.parts)
@@ -121,7 +121,7 @@ def write_part(target: Target, number: int, corpus: np.ndarray) -> Written:
     return _write(target, prompts, settings.length_tokens, temperature, jax.random.fold_in(key, 1))
 
 
-def _questions(target: Target, number: int, key: Array) -> list[list[int]]:
+def _questions(target: TargetModel, number: int, key: Array) -> list[list[int]]:
     """Generates questions; returns prompts that end where the answer starts."""
     settings, encode = target.settings, target.tokenizer.encode
     begin, end = (encode(text, False) for text in (settings.question_begin, settings.question_end))
@@ -134,14 +134,16 @@ def _until(tokens: list[int], end: int) -> list[int]:
     return tokens[: tokens.index(end)] if end in tokens else tokens
 
 
-def _write(target: Target, prompts: Sequence[Sequence[int]], length: int, temperature: float, key: Array) -> Written:
+def _write(
+    target: TargetModel, prompts: Sequence[Sequence[int]], length: int, temperature: float, key: Array
+) -> GeneratedBatch:
     """Continues each prompt to `length` tokens."""
     lengths = np.array([min(len(prompt), length) for prompt in prompts], np.int32)
     padded = np.zeros((len(prompts), length), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt[:length]
     generated = target.write(target.leaves, padded, lengths, jnp.float32(temperature), key)
-    return Written(*(np.asarray(each).swapaxes(0, 1) for each in generated))
+    return GeneratedBatch(*(np.asarray(each).swapaxes(0, 1) for each in generated))
 
 
 def _writing(
@@ -189,15 +191,15 @@ LESSON_BYTES = range(80, 1500)  # functions short enough to be a whole answer in
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class SourceFile:
     name: str  # path relative to the library's root, with forward slashes
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Corpus:
-    training: tuple[Document, ...]
-    held_out: tuple[Document, ...]
+class CorpusFiles:
+    training: tuple[SourceFile, ...]
+    held_out: tuple[SourceFile, ...]
 
 
 def is_held_out(name: str) -> bool:
@@ -206,16 +208,16 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 1000 < HELD_OUT_PER_THOUSAND
 
 
-def read_corpus(root: Path | None = None) -> Corpus:
+def read_corpus(root: Path | None = None) -> CorpusFiles:
     """Reads every Python source below `root` (the standard library by default), sorted by name."""
     documents = list(_documents(root or Path(sysconfig.get_paths()["stdlib"])))
-    return Corpus(
+    return CorpusFiles(
         training=tuple(document for document in documents if not is_held_out(document.name)),
         held_out=tuple(document for document in documents if is_held_out(document.name)),
     )
 
 
-def _documents(root: Path) -> Iterator[Document]:
+def _documents(root: Path) -> Iterator[SourceFile]:
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if SKIPPED_FOLDERS.intersection(relative.parts) or relative.name.startswith("_sysconfigdata"):
@@ -225,18 +227,18 @@ def _documents(root: Path) -> Iterator[Document]:
         except UnicodeDecodeError:
             continue  # a few old sources are in other encodings
         if text.strip():
-            yield Document(relative.as_posix(), text)
+            yield SourceFile(relative.as_posix(), text)
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class ChatSample:
     """A request for a function and the function, as one training chat."""
 
     wish: str
     answer: str
 
 
-def lessons(document: Document) -> list[Lesson]:
+def lessons(document: SourceFile) -> list[ChatSample]:
     """Returns every short documented function of a document, requested by the first line of its docstring."""
     try:
         tree = ast.parse(document.text)
@@ -246,7 +248,7 @@ def lessons(document: Document) -> list[Lesson]:
     return [lesson for lesson in found if lesson is not None]
 
 
-def _lesson(node: ast.FunctionDef, text: str) -> Lesson | None:
+def _lesson(node: ast.FunctionDef, text: str) -> ChatSample | None:
     docstring = ast.get_docstring(node)
     if not docstring or not docstring.strip():
         return None
@@ -254,7 +256,7 @@ def _lesson(node: ast.FunctionDef, text: str) -> Lesson | None:
     answer = "\n".join(line[node.col_offset :] for line in lines) + "\n"
     if len(answer) not in LESSON_BYTES:
         return None
-    return Lesson(f"Write the function {node.name}: {docstring.strip().splitlines()[0]}", answer)
+    return ChatSample(f"Write the function {node.name}: {docstring.strip().splitlines()[0]}", answer)
 
 
 # The embedded model's tokenizer: byte-level BPE, its special tokens and its chat template.
@@ -284,7 +286,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def as_chat(lesson: Lesson) -> str:
+def as_chat(lesson: ChatSample) -> str:
     """Returns the lesson as one question and answer in the form of CHAT_TEMPLATE."""
     return (
         f"{CHAT_START}user\n{lesson.wish}{CHAT_END}\n"
@@ -293,7 +295,7 @@ def as_chat(lesson: Lesson) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class TrainingPhase:
     """A number of steps with sequences of one length. Early phases are short and cheap; the last one has full
     context."""
 
@@ -306,7 +308,7 @@ class Phase:
         return self.length_tokens * self.batch
 
 
-def token_stream(documents: tuple[Document, ...], tokenizer: Tokenizer, lesson_share: float, seed: int) -> np.ndarray:
+def token_stream(documents: tuple[SourceFile, ...], tokenizer: Tokenizer, lesson_share: float, seed: int) -> np.ndarray:
     """Returns u16[N]: the documents in a seeded order, each after an <|endoftext|>, with chat lessons mixed in.
     `lesson_share` is the share of the documented short functions that are added again as chats."""
     rng = np.random.default_rng(seed)
@@ -318,7 +320,7 @@ def token_stream(documents: tuple[Document, ...], tokenizer: Tokenizer, lesson_s
     return np.concatenate([np.asarray([end_of_text, *item.ids], np.uint16) for item in encoded])
 
 
-def batch_at(stream: np.ndarray, phases: tuple[Phase, ...], seed: int, step: int) -> np.ndarray:
+def batch_at(stream: np.ndarray, phases: tuple[TrainingPhase, ...], seed: int, step: int) -> np.ndarray:
     """Returns i32[batch, length + 1]: the sequences of `step` (from 0) with their next tokens.
 
     Every phase goes over the stream in epochs of shuffled windows without repetition. Each epoch starts its first
@@ -338,7 +340,7 @@ def batch_at(stream: np.ndarray, phases: tuple[Phase, ...], seed: int, step: int
     return stream[starts[:, None] + np.arange(phase.length_tokens + 1)].astype(np.int32)
 
 
-def phase_at(phases: tuple[Phase, ...], step: int) -> tuple[int, int]:
+def phase_at(phases: tuple[TrainingPhase, ...], step: int) -> tuple[int, int]:
     """Returns the index of the phase of `step`, and that phase's first step."""
     first = 0
     for index, phase in enumerate(phases):
@@ -348,11 +350,11 @@ def phase_at(phases: tuple[Phase, ...], step: int) -> tuple[int, int]:
     raise ConfigError(f"step {step} lies behind the last phase, which ends at {first}")
 
 
-def total_steps(phases: tuple[Phase, ...]) -> int:
+def total_steps(phases: tuple[TrainingPhase, ...]) -> int:
     return sum(phase.steps for phase in phases)
 
 
-def tokens_before(phases: tuple[Phase, ...], step: int) -> int:
+def tokens_before(phases: tuple[TrainingPhase, ...], step: int) -> int:
     """Returns the tokens trained on before `step`."""
     total = 0
     for phase in phases:

@@ -42,9 +42,9 @@ from jdisagg.model.draft_head import (
 from jdisagg.model.export import config_json, save_hf, write_json
 from jdisagg.model.names import Index
 from jdisagg.model.params import AXIS
-from jdisagg.model.sources import Source
-from jdisagg.training.data import Target, TargetSettings, Written
-from jdisagg.training.run import Checkpoints, read_table
+from jdisagg.model.sources import TensorSource
+from jdisagg.training.data import GeneratedBatch, TargetModel, TargetSettings
+from jdisagg.training.run import CheckpointStore, read_table
 from jdisagg.training.step import Leaves, OptimiserSettings, blocked_attend, make_optimiser, updated
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -71,7 +71,7 @@ class HeadSettings:
 class _InitialHeadSource:
     """The initial tensors of a head: those of the target's last layer."""
 
-    def __init__(self, source: Source, model: ModelConfig, state_scale: float) -> None:
+    def __init__(self, source: TensorSource, model: ModelConfig, state_scale: float) -> None:
         self._source, self._layer = source, f"model.layers.{model.num_layers - 1}."
         size = np.eye(model.hidden_size, dtype=np.float32)
         self._fc = np.concatenate([size, state_scale * size], axis=1)
@@ -100,11 +100,11 @@ class HeadRun:
     settings: HeadSettings
     config: HeadConfig
     params: HeadParams
-    lesson: Lesson
+    lesson: HeadTrainingStep
     shared: tuple[Leaves, Array]  # the target's: leaves of the head, and the LM head's rows
-    kept: Written  # held-out answers
-    written: Written
-    checkpoints: Checkpoints
+    kept: GeneratedBatch  # held-out answers
+    written: GeneratedBatch
+    checkpoints: CheckpointStore
     step: int
     leaves: Leaves
     state: optax.OptState
@@ -112,7 +112,7 @@ class HeadRun:
 
 
 def open_head_run(
-    settings: HeadSettings, optimiser: OptimiserSettings, target: Target, parts: list[Written]
+    settings: HeadSettings, optimiser: OptimiserSettings, target: TargetModel, parts: list[GeneratedBatch]
 ) -> HeadRun:
     """Opens a run at its newest checkpoint, if any. Raises ConfigError if that checkpoint has another draft
     vocabulary."""
@@ -127,15 +127,15 @@ def open_head_run(
     trained = [index for index, path in enumerate(params.paths) if path not in SHARED]
     rule, leaves = make_optimiser(optimiser, settings.steps), [params.leaves[index] for index in trained]
     folder = Path(settings.out_dir)
-    checkpoints, state, at = Checkpoints(folder / "checkpoints"), rule.init(leaves), 0
+    checkpoints, state, at = CheckpointStore(folder / "checkpoints"), rule.init(leaves), 0
     check_same_tokens(folder, len(parts), draft_tokens, resumes=checkpoints.latest_step() is not None)
     if checkpoints.latest_step() is not None:
         at = checkpoints.latest_step() or 0
         leaves, state = checkpoints.restore(at, leaves, state)
     shared = [leaf if path in SHARED else jnp.zeros(()) for leaf, path in zip(params.leaves, params.paths, strict=True)]
-    lesson, table = Lesson(settings, params, trained, rule), _scores_of(source, config, params)
+    lesson, table = HeadTrainingStep(settings, params, trained, rule), _scores_of(source, config, params)
     kept, rest = (
-        Written(tokens[cut], states[cut]) for cut in (slice(settings.held_out), slice(settings.held_out, None))
+        GeneratedBatch(tokens[cut], states[cut]) for cut in (slice(settings.held_out), slice(settings.held_out, None))
     )
     return HeadRun(settings, config, params, lesson, (shared, table), kept, rest, checkpoints, at, leaves, state, [])
 
@@ -165,7 +165,7 @@ def frequent(tokens: np.ndarray, number: int, config: ModelConfig) -> tuple[int,
     return tuple(sorted(np.argsort(-counts, kind="stable")[:number].tolist()))
 
 
-def _state_scale(source: Source, tokens: np.ndarray, states: np.ndarray) -> float:
+def _state_scale(source: TensorSource, tokens: np.ndarray, states: np.ndarray) -> float:
     """Returns the factor that scales a state to the size of an embedding."""
     shape = source.shape(EMBED)
     assert shape is not None
@@ -173,7 +173,7 @@ def _state_scale(source: Source, tokens: np.ndarray, states: np.ndarray) -> floa
     return float(np.sqrt(np.mean(table**2) / np.mean(states[0].astype(np.float32) ** 2)))
 
 
-def _scores_of(source: Source, config: HeadConfig, params: HeadParams) -> Array:
+def _scores_of(source: TensorSource, config: HeadConfig, params: HeadParams) -> Array:
     """Returns the target's LM head rows of the draft vocabulary, f32[tokens, hidden]."""
     if "rows" in params.paths:
         return params.leaves[params.paths.index("rows")]
@@ -182,7 +182,7 @@ def _scores_of(source: Source, config: HeadConfig, params: HeadParams) -> Array:
     return jnp.asarray(source.read(name, tuple(slice(0, size) for size in rule.shape)), jnp.float32)
 
 
-class Lesson:
+class HeadTrainingStep:
     """The training step of a head, and its evaluation."""
 
     def __init__(

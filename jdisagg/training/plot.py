@@ -5,10 +5,10 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from jdisagg.training.run import Report
+from jdisagg.training.run import TrainingReport
 
 
-def plot_losses(reports: list[Report], path: Path) -> None:
+def plot_losses(reports: list[TrainingReport], path: Path) -> None:
     """Writes a PNG with the loss in nats per token (left axis) and bits per byte (right axis)."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -25,5 +25,5 @@ def plot_losses(reports: list[Report], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _millions(reports: list[Report]) -> list[float]:
+def _millions(reports: list[TrainingReport]) -> list[float]:
     return [report.tokens / 1e6 for report in reports]

@@ -38,9 +38,9 @@ from jdisagg.training.data import (
     END_OF_TEXT,
     PAD,
     SPECIALS,
-    Corpus,
-    Document,
-    Phase,
+    CorpusFiles,
+    SourceFile,
+    TrainingPhase,
     batch_at,
     make_tokenizer,
     token_stream,
@@ -49,8 +49,8 @@ from jdisagg.training.data import (
 )
 from jdisagg.training.step import (
     Leaves,
-    Network,
     OptimiserSettings,
+    SplitModel,
     TrainStep,
     make_optimiser,
     make_step,
@@ -65,7 +65,7 @@ Meter = Callable[[Leaves, np.ndarray, np.ndarray], Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class EvaluationWindows:
     """Held-out text cut at document boundaries and every `length` tokens; each token is a target exactly once."""
 
     tokens: np.ndarray  # i32[N, length + 1], the tail padded with <|endoftext|>
@@ -73,7 +73,7 @@ class Windows:
     text_bytes: int  # bytes of all counted targets
 
 
-def cut_windows(documents: tuple[Document, ...], tokenizer: Tokenizer, length: int) -> Windows:
+def cut_windows(documents: tuple[SourceFile, ...], tokenizer: Tokenizer, length: int) -> EvaluationWindows:
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     sizes = token_bytes(tokenizer)
     rows, counts, text_bytes = [], [], 0
@@ -84,15 +84,15 @@ def cut_windows(documents: tuple[Document, ...], tokenizer: Tokenizer, length: i
             row = ids[start : start + length + 1]
             counts.append(len(row) - 1)
             rows.append(row + [end_of_text] * (length + 1 - len(row)))
-    return Windows(np.asarray(rows, np.int32), np.arange(length) < np.asarray(counts)[:, None], text_bytes)
+    return EvaluationWindows(np.asarray(rows, np.int32), np.arange(length) < np.asarray(counts)[:, None], text_bytes)
 
 
-def thinned(windows: Windows, count: int, tokenizer: Tokenizer) -> Windows:
+def thinned(windows: EvaluationWindows, count: int, tokenizer: Tokenizer) -> EvaluationWindows:
     """Returns about `count` windows spread evenly over all of them."""
     chosen = np.unique(np.linspace(0, len(windows.tokens) - 1, count).astype(int))
     tokens, counted = windows.tokens[chosen], windows.counted[chosen]
     sizes = token_bytes(tokenizer)
-    return Windows(tokens, counted, int((sizes[tokens[:, 1:]] * counted).sum()))
+    return EvaluationWindows(tokens, counted, int((sizes[tokens[:, 1:]] * counted).sum()))
 
 
 def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
@@ -102,7 +102,7 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
     return np.asarray([0 if text in SPECIALS else len(text) for text in texts])
 
 
-def make_meter(network: Network) -> Meter:
+def make_meter(network: SplitModel) -> Meter:
     """Returns a jitted (leaves, i32[B, T + 1], bool[B, T]) -> f32[]: the nats of all counted targets. Create it once,
     because it compiles."""
 
@@ -112,7 +112,7 @@ def make_meter(network: Network) -> Meter:
     return jax.jit(nats)
 
 
-def bits_per_byte(meter: Meter, leaves: Leaves, windows: Windows, batch: int) -> float:
+def bits_per_byte(meter: Meter, leaves: Leaves, windows: EvaluationWindows, batch: int) -> float:
     """Returns the model's bits per byte of the windows, measured in batches of `batch` windows."""
     total = 0.0
     for start in range(0, len(windows.tokens), batch):
@@ -151,7 +151,7 @@ class TrainSettings:
     run: RunSettings
     model: ModelConfig
     optimiser: OptimiserSettings
-    phases: tuple[Phase, ...]
+    phases: tuple[TrainingPhase, ...]
     teacher: TeacherSettings | None = None  # the source of the training text instead of the corpus
 
 
@@ -164,7 +164,7 @@ def read_settings(path: Path) -> TrainSettings:
     unknown = sorted(tables.keys() - {"run", "model", "optimiser", "phase", "teacher"})
     if unknown:
         raise FlagError(f"unknown table {unknown[0]} in {path}; there are run, model, optimiser, phase and teacher")
-    phases = tuple(read_table(Phase, "phase", phase) for phase in tables.get("phase", []))
+    phases = tuple(read_table(TrainingPhase, "phase", phase) for phase in tables.get("phase", []))
     if not phases:
         raise FlagError(f"{path} has no [[phase]]: nothing to train")
     return TrainSettings(
@@ -269,10 +269,10 @@ PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class CompletionWriter:
     """Generates completions of up to `room` tokens with the prompt; compiled once."""
 
-    network: Network
+    network: SplitModel
     leaves: Leaves
     tokenizer: Tokenizer
     room: int
@@ -293,17 +293,17 @@ class Writer:
         return self.tokenizer.decode(written, skip_special_tokens=False)
 
 
-def new_writer(network: Network, leaves: Leaves, tokenizer: Tokenizer, room: int) -> Writer:
+def new_writer(network: SplitModel, leaves: Leaves, tokenizer: Tokenizer, room: int) -> CompletionWriter:
     @jax.jit
     def next_token(leaves: Leaves, buffer: Array, last: int, temperature: float, key: Array) -> Array:
         logits = forward(network.merge(leaves), buffer)[0, last]
         drawn = jax.random.categorical(jax.random.fold_in(key, last), logits / jnp.maximum(temperature, 1e-6))
         return jnp.where(temperature == 0, jnp.argmax(logits), drawn)
 
-    return Writer(network, leaves, tokenizer, room, next_token)
+    return CompletionWriter(network, leaves, tokenizer, room, next_token)
 
 
-def sample_page(writer: Writer) -> str:
+def sample_page(writer: CompletionWriter) -> str:
     """Returns every prompt completed greedily and at temperature 0.6, as readable text."""
     parts = []
     for prompt in PROMPTS:
@@ -317,7 +317,7 @@ def sample_page(writer: Writer) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TrainingReport:
     """The progress after `step` steps. `held_out` is bits per byte, if measured."""
 
     step: int
@@ -349,7 +349,7 @@ class ProgressLog:
     def advance(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
 
-    def add(self, report: Report) -> None:
+    def add(self, report: TrainingReport) -> None:
         self.reports.append(report)
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(report)) + "\n")
@@ -362,9 +362,9 @@ class ProgressLog:
         self._bar.stop()
 
 
-def read_reports(path: Path) -> list[Report]:
+def read_reports(path: Path) -> list[TrainingReport]:
     """Returns every report of a run so far; none if it has not started."""
-    return [Report(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    return [TrainingReport(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # Orbax checkpoints of a run: weights and optimiser state as flat lists; the newest two are kept.
@@ -372,7 +372,7 @@ def read_reports(path: Path) -> list[Report]:
 KEPT = 2
 
 
-class Checkpoints:
+class CheckpointStore:
     def __init__(self, folder: Path) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True, enable_async_checkpointing=False)
         self._store = ocp.CheckpointManager(folder.resolve(), options=options)
@@ -401,26 +401,26 @@ CHECK_LENGTH, CHECK_BATCH = 512, 4
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """The state of a training run: its data, its compiled functions and its progress (`step` steps done)."""
 
     settings: TrainSettings
     tokenizer: Tokenizer
     stream: np.ndarray  # u16[N]
-    network: Network
+    network: SplitModel
     train_step: TrainStep
     meter: Meter
-    checkpoints: Checkpoints
+    checkpoints: CheckpointStore
     step: int
     leaves: Leaves
     state: optax.OptState
 
 
-def open_run(settings: TrainSettings, corpus: Corpus, *, resume: bool) -> Run:
+def open_run(settings: TrainSettings, corpus: CorpusFiles, *, resume: bool) -> TrainingRun:
     """Opens a run: at its newest checkpoint if `resume` and there is one, else at step 0."""
     folder = Path(settings.run.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = CheckpointStore(folder / "checkpoints")
     checkpoint_step = checkpoints.latest_step()
     if checkpoint_step is not None and not resume:
         raise ConfigError(f"{folder} already holds a run of {checkpoint_step} steps; resume it or name another out_dir")
@@ -436,12 +436,12 @@ def open_run(settings: TrainSettings, corpus: Corpus, *, resume: bool) -> Run:
     meter, train_step = make_meter(network), make_step(network, optimiser)
     if teacher is not None:
         train_step, stream = make_lesson(network, teacher, optimiser), answers_of(teacher, stream, seed)
-    return Run(
+    return TrainingRun(
         settings, tokenizer, stream, network, train_step, meter, checkpoints, checkpoint_step or 0, leaves, state
     )
 
 
-def run_tokenizer(settings: TrainSettings, corpus: Corpus, path: Path) -> Tokenizer:
+def run_tokenizer(settings: TrainSettings, corpus: CorpusFiles, path: Path) -> Tokenizer:
     """Returns the tokenizer: the teacher's, or one trained at the first start and then read back."""
     if settings.teacher is not None:
         return Tokenizer.from_file(str(Path(settings.teacher.folder) / "tokenizer.json"))
@@ -452,7 +452,7 @@ def run_tokenizer(settings: TrainSettings, corpus: Corpus, path: Path) -> Tokeni
     return tokenizer
 
 
-def train(run: Run, corpus: Corpus, stop_at: int | None = None) -> list[Report]:
+def train(run: TrainingRun, corpus: CorpusFiles, stop_at: int | None = None) -> list[TrainingReport]:
     """Trains to the last step or to `stop_at`, with checkpoints and reports; returns all reports of the run."""
     every, last = run.settings.run, total_steps(run.settings.phases)
     last = last if stop_at is None else min(last, stop_at)
@@ -474,7 +474,7 @@ def _next_multiple(step: int, every: int) -> int:
     return (step // every + 1) * every
 
 
-def _train_until(run: Run, done: int, log: ProgressLog, check: Windows) -> Report:
+def _train_until(run: TrainingRun, done: int, log: ProgressLog, check: EvaluationWindows) -> TrainingReport:
     began_s, began_tokens = time.perf_counter(), tokens_before(run.settings.phases, run.step)
     losses, norm = [], 0.0
     while run.step < done:
@@ -488,10 +488,10 @@ def _train_until(run: Run, done: int, log: ProgressLog, check: Windows) -> Repor
     held_out = None
     if run.step % run.settings.run.eval_every == 0:
         held_out = bits_per_byte(run.meter, run.leaves, check, CHECK_BATCH)
-    return Report(run.step, tokens, float(np.mean(losses)), norm, speed, held_out)
+    return TrainingReport(run.step, tokens, float(np.mean(losses)), norm, speed, held_out)
 
 
-def one_step(run: Run) -> tuple[float, float]:
+def one_step(run: TrainingRun) -> tuple[float, float]:
     """Trains one step in place; returns the loss in nats per token and the gradient norm."""
     tokens = batch_at(run.stream, run.settings.phases, run.settings.run.seed, run.step)
     run.leaves, run.state, loss, norm = run.train_step(run.leaves, run.state, jax.numpy.asarray(tokens))
@@ -507,7 +507,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class TrainingSummary:
     """`training.json` beside the exported weights: the data, the settings and the quality of the run."""
 
     date: str
@@ -524,11 +524,11 @@ class Summary:
     python_version: str
 
 
-def finish(run: Run, corpus: Corpus, reports: list[Report]) -> Summary:
+def finish(run: TrainingRun, corpus: CorpusFiles, reports: list[TrainingReport]) -> TrainingSummary:
     """Exports the current state of the run, and writes plot and samples."""
     leaves = rounded(run.leaves)
     windows = cut_windows(corpus.held_out, run.tokenizer, run.settings.model.max_position)
-    summary = Summary(
+    summary = TrainingSummary(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         steps=run.step,
         tokens=tokens_before(run.settings.phases, run.step),
@@ -551,7 +551,7 @@ def finish(run: Run, corpus: Corpus, reports: list[Report]) -> Summary:
     return summary
 
 
-def _plot(reports: list[Report], path: Path) -> None:
+def _plot(reports: list[TrainingReport], path: Path) -> None:
     """Draws the loss plot; logs a warning if matplotlib is not installed, because the export must not fail."""
     try:
         plot = importlib.import_module("jdisagg.training.plot")

@@ -134,22 +134,22 @@ class OptimiserSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class SplitModel:
     """A model split into leaves and structure: `merge` rebuilds it from leaves inside a traced function."""
 
     leaves: Leaves
     merge: Callable[[Leaves], Stage]
 
 
-def new_network(config: ModelConfig, seed: int) -> Network:
+def new_network(config: ModelConfig, seed: int) -> SplitModel:
     """Returns the whole model in f32 with seeded random weights."""
     return split(Stage(config, range(config.num_layers), rngs=nnx.Rngs(seed)))
 
 
-def split(model: Stage) -> Network:
+def split(model: Stage) -> SplitModel:
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
-    return Network(leaves, lambda parts: nnx.merge(graph, jax.tree.unflatten(tree, parts)))
+    return SplitModel(leaves, lambda parts: nnx.merge(graph, jax.tree.unflatten(tree, parts)))
 
 
 def logits_of(model: Stage, tokens: Array) -> Array:
@@ -192,7 +192,7 @@ def make_optimiser(settings: OptimiserSettings, total_steps: int) -> optax.Gradi
     )
 
 
-def make_step(network: Network, optimiser: optax.GradientTransformation) -> TrainStep:
+def make_step(network: SplitModel, optimiser: optax.GradientTransformation) -> TrainStep:
     """Returns a jitted (leaves, state, i32[B, T + 1]) -> (leaves, state, mean loss in nats, gradient norm) that donates
     leaves and state."""
 

@@ -20,7 +20,7 @@ from jdisagg.model.checkpoint import open_source, read_sharing_vocabulary
 from jdisagg.model.latent_attention import LatentQueries
 from jdisagg.model.network import Attend, attending
 from jdisagg.model.params import AXIS, StageSpec, load_stage
-from jdisagg.training.step import Leaves, Network, TrainStep, logits_of, new_network, updated
+from jdisagg.training.step import Leaves, SplitModel, TrainStep, logits_of, new_network, updated
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,23 @@ class TeacherSettings:
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TeacherModel:
     settings: TeacherSettings
     config: ModelConfig
-    network: Network
+    network: SplitModel
 
 
-def open_teacher(settings: TeacherSettings, config: ModelConfig) -> Teacher:
+def open_teacher(settings: TeacherSettings, config: ModelConfig) -> TeacherModel:
     """Loads a teacher for a model of this configuration. Raises CheckpointError, ConfigError if the vocabularies
     differ."""
     folder = Path(settings.folder)
     found = read_sharing_vocabulary(folder, config.vocab_size, f"teacher.folder = {folder}")
     if found.latent or found.sinks or any(found.layer_windows) or found.attention_soft_cap:
         raise ConfigError(f"the teacher in {folder} is a {found.family}: only models of plain attention teach here")
-    return Teacher(settings, found, _read(folder, found))
+    return TeacherModel(settings, found, _read(folder, found))
 
 
-def pupil_of(teacher: Teacher, config: ModelConfig, seed: int) -> Network:
+def pupil_of(teacher: TeacherModel, config: ModelConfig, seed: int) -> SplitModel:
     """Returns the initial student: the teacher's first layers if the configurations match otherwise, else random
     weights."""
     cut = replace(teacher.config, num_layers=config.num_layers)
@@ -62,17 +62,17 @@ def pupil_of(teacher: Teacher, config: ModelConfig, seed: int) -> Network:
     return new_network(config, seed)
 
 
-def _read(folder: Path, config: ModelConfig) -> Network:
+def _read(folder: Path, config: ModelConfig) -> SplitModel:
     mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
     source = open_source(folder, "hf", config, 0)
     params = load_stage(source, StageSpec(config, range(config.num_layers), mesh, jnp.float32, out_first=False))
-    return Network(params.leaves, params.merge)
+    return SplitModel(params.leaves, params.merge)
 
 
 # Generation of the training text.
 
 
-def answers_of(teacher: Teacher, stream: np.ndarray, seed: int) -> np.ndarray:
+def answers_of(teacher: TeacherModel, stream: np.ndarray, seed: int) -> np.ndarray:
     """Returns u16[N]: the generated answers concatenated, each after its prompt."""
     settings, written = teacher.settings, list[np.ndarray]()
     rng = np.random.default_rng([seed, 1])
@@ -85,7 +85,7 @@ def answers_of(teacher: Teacher, stream: np.ndarray, seed: int) -> np.ndarray:
     return np.concatenate(written)[: settings.answers].reshape(-1).astype(np.uint16)
 
 
-def _generate(teacher: Teacher, prompts: Array, temperature: float, key: Array) -> Array:
+def _generate(teacher: TeacherModel, prompts: Array, temperature: float, key: Array) -> Array:
     """Generates answers: i32[B, prompt + answer]."""
     length = prompts.shape[1] + teacher.settings.answer_tokens
     config, batch = teacher.config, prompts.shape[0]
@@ -134,7 +134,7 @@ def cached(cache: list[tuple[Array, Array]], position: Array) -> Attend:
 # The distillation loss.
 
 
-def make_lesson(network: Network, teacher: Teacher, optimiser: optax.GradientTransformation) -> TrainStep:
+def make_lesson(network: SplitModel, teacher: TeacherModel, optimiser: optax.GradientTransformation) -> TrainStep:
     """Returns a training step like `step.make_step` with the KL divergence from the teacher in nats as loss (Hinton et
     al. 2015, at temperature 1)."""
     teacher_network = teacher.network
@@ -157,7 +157,7 @@ def make_lesson(network: Network, teacher: Teacher, optimiser: optax.GradientTra
     return lambda leaves, state, tokens: run(leaves, state, tokens, teacher_network.leaves)
 
 
-def agreement(network: Network, leaves: Leaves, teacher: Teacher, batches: Sequence[Array]) -> float:
+def agreement(network: SplitModel, leaves: Leaves, teacher: TeacherModel, batches: Sequence[Array]) -> float:
     """Returns the share of positions where both models have the same greedy token."""
 
     @jax.jit

@@ -27,7 +27,7 @@ VMEM_BYTES = 56 << 20  # limit for larger pages
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockSchedule:
     """The distribution of the pages of all layers: item i is block `i % blocks` of layer `i // blocks`."""
 
     layers: int
@@ -101,12 +101,12 @@ def pack_kv_pages(
     return PackedPages(found[0], None if wire == "raw" else found[1], as_digests(found[-1]) if digests else None)
 
 
-def cut_pages(pool: Array, layers: int, count: int, block: int | None, cores: int | None) -> Cut:
+def cut_pages(pool: Array, layers: int, count: int, block: int | None, cores: int | None) -> BlockSchedule:
     """Returns blocks of BLOCK_BYTES, or of `block` pages; every core gets a block."""
     block = min(block or max(1, BLOCK_BYTES // page_bytes(pool)), count)
     blocks = pl.cdiv(count, block)
     cores = min(cores or num_cores(), layers * blocks)
-    return Cut(layers, count, block, blocks, cores, pl.cdiv(layers * blocks, cores))
+    return BlockSchedule(layers, count, block, blocks, cores, pl.cdiv(layers * blocks, cores))
 
 
 def weights_of(rows: int, size: int) -> tuple[Array, Array]:
@@ -130,7 +130,7 @@ def as_digests(sums: Array) -> Array:
     return lax.bitcast_convert_type(sums[:, :, 0], jnp.uint32)
 
 
-def pack_item(ids_ref, page_weights_ref, scale_weights_ref, *refs, cut: Cut, wire: str, digests: bool):
+def pack_item(ids_ref, page_weights_ref, scale_weights_ref, *refs, cut: BlockSchedule, wire: str, digests: bool):
     """Packs one block of one layer. `refs` are the pools, the results, the buffers of two blocks and their
     semaphores."""
     pools, outs, (room_ref, semaphores) = refs[: cut.layers], refs[cut.layers : -2], refs[-2:]

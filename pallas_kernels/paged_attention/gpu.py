@@ -30,7 +30,7 @@ from pallas_kernels.triton_attention import (
     LOG2_E,
     MIN_ROWS,
     NEVER,
-    Rule,
+    AttentionParams,
     Runs,
     attend_tokens,
     empty_softmax,
@@ -77,7 +77,9 @@ def paged_attention(
     rows, row_blocks = rows_of_heads(heads // kv_heads)
     runs = runs_of(size, args.value_size)
     blocks = blocks or choose_blocks(q, kv_pages, runs)
-    rule = Rule(args.scale, args.window, args.soft_cap, runs, precision_of(product_dtype(q.dtype, kv_pages), interpret))
+    rule = AttentionParams(
+        args.scale, args.window, args.soft_cap, runs, precision_of(product_dtype(q.dtype, kv_pages), interpret)
+    )
     parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     per_head = shape((slots, parts, heads), jnp.float32)
@@ -169,7 +171,7 @@ def attend_part(
     blocks: Blocks,
     rows: int,
     row_blocks: int,
-    rule: Rule,
+    rule: AttentionParams,
 ):
     """Computes one part of one slot, for up to `rows` query heads of one KV head."""
     slot, head_block, part = (pl.program_id(axis) for axis in range(3))

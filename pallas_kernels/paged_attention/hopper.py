@@ -2,9 +2,9 @@
 
 The work is split as in the Triton kernel: one warpgroup per part of a slot and KV head, and the same kernel joins a
 slot's parts. The query heads of a KV head are the first rows of the 64 that a wgmma takes. The other rows hold stale
-shared memory and are never stored. A draft's rows follow those of the token before it (`Walk`). A ring of tiles is in
-flight: a tile's pages are two copies each, K and V, that arrive at one barrier, and two more for their scales if they
-are quantised.
+shared memory and are never stored. A draft's rows follow those of the token before it (`TileSchedule`). A ring of
+tiles is in flight: a tile's pages are two copies each, K and V, that arrive at one barrier, and two more for their
+scales if they are quantised.
 
 The split of a row's tokens into parts follows from its own length. Rows of a slot with the same split, nearly always
 all, are computed over the same tiles together. Rows with another split are computed in another run, in which the other
@@ -32,19 +32,29 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
 from pallas_kernels.arguments import PagedAttentionArgs
-from pallas_kernels.hopper_attention import FEW_REGISTERS, HALVES, REGISTERS, STAGES, Held, Pages, Room, bring, mix_half
+from pallas_kernels.hopper_attention import (
+    FEW_REGISTERS,
+    HALVES,
+    REGISTERS,
+    STAGES,
+    Pages,
+    PoolTensors,
+    TileRing,
+    bring,
+    mix_half,
+)
 from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, per_token, places, plgpu
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.paged_attention.gpu import MAX_PARTS, PART_NUMBERS, Blocks, blocks_of
 from pallas_kernels.quantized import QuantizedPages, stored
-from pallas_kernels.triton_attention import LOG2_E, NEVER, Rule
+from pallas_kernels.triton_attention import LOG2_E, NEVER, AttentionParams
 from pallas_kernels.tuning import MOSAIC, tuned
 from pallas_kernels.wire_format import decode_e4m3
 
 BLOCKS = 4 * 132  # blocks of a call: four per core of an H100, which runs one at a time
 
 
-class Rooms(NamedTuple):
+class KVTileRing(NamedTuple):
     """A ring of tiles in shared memory. The last three fields are for codes only."""
 
     k: Any  # [stages, tile, D]
@@ -64,7 +74,7 @@ class Rooms(NamedTuple):
         tiles, wide = mosaic.swizzled_bytes(stages, tile, size), mosaic.swizzled(tile, size)
         return [tiles, tiles, arrived, plgpu.SMEM((stages, 2, tile), jnp.float32), wide, wide]
 
-    def fetch(self, pool: Held, page: Array, head: Array, offset: Array, seat: Any, page_size: int) -> None:
+    def fetch(self, pool: PoolTensors, page: Array, head: Array, offset: Array, seat: Any, page_size: int) -> None:
         """Starts the copy of tokens from `offset` of a page; seat: (stage, first token in the tile, tokens)."""
         stage, at, size = seat
         kv_heads = lax.axis_size("heads")
@@ -124,7 +134,7 @@ def visible_rows(lengths: Array, times: int, groups: int, window: int | None, bl
     return jnp.pad(told, ((0, 0), (0, 0), (0, ROWS - told.shape[2])))
 
 
-class Walk(NamedTuple):
+class TileSchedule(NamedTuple):
     """The tiles that a part of a slot is computed over, run after run."""
 
     firsts: list[Any]  # first tile of each run
@@ -133,7 +143,7 @@ class Walk(NamedTuple):
     start: Any  # the first token that a row sees; None if rows differ
 
     @staticmethod
-    def of(lengths: list[Any], part: Array, window: int | None, blocks: Blocks) -> "Walk":
+    def of(lengths: list[Any], part: Array, window: int | None, blocks: Blocks) -> "TileSchedule":
         cuts = [gpu.cut(length, window, blocks) for length in lengths]
         firsts = [first + part * tiles for _, first, tiles, _ in cuts]
         stops = [
@@ -149,7 +159,7 @@ class Walk(NamedTuple):
             longest = jnp.maximum(longest, length)
             done = done + jnp.where(joined, 0, jnp.maximum(stop - first, 0))
             ends.append(done)
-        return Walk(firsts, ends, longest, cuts[0][0] if len(lengths) == 1 else None)
+        return TileSchedule(firsts, ends, longest, cuts[0][0] if len(lengths) == 1 else None)
 
     @property
     def steps(self) -> Array:
@@ -197,7 +207,7 @@ def paged_attention(
     interpret = interpret or None
     (slots, heads, size), times = (page_table.shape[0], *q.shape[1:]), q.shape[0] // page_table.shape[0]
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
-    held, kind = Held.of(kv_pages), stored(kv_pages).dtype.name if isinstance(kv_pages, QuantizedPages) else None
+    held, kind = PoolTensors.of(kv_pages), stored(kv_pages).dtype.name if isinstance(kv_pages, QuantizedPages) else None
     a_row_each: Any = jax.ShapeDtypeStruct((slots, heads, size), q.dtype)
     blocks = blocks or choose_blocks(a_row_each, kv_pages)
     parts = min(blocks.parts, pl.cdiv(page_table.shape[1] * page_size, blocks.tiles * blocks.tile))
@@ -208,7 +218,7 @@ def paged_attention(
     told = visible_rows(lengths, times, groups, args.window, blocks)
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     sums = shape((slots * parts * kv_heads * rows,), jnp.float32)
-    rule = Rule(args.scale, args.window, args.soft_cap, ((0, size),), None)
+    rule = AttentionParams(args.scale, args.window, args.soft_cap, ((0, size),), None)
     top, total, mixed = plgpu.kernel(
         partial(attend_part, blocks=blocks, rule=rule, page_size=page_size, chip=mosaic.chip_of(interpret), kind=kind),
         out_type=(sums, sums, shape((sums.shape[0], size), jnp.float32)),
@@ -232,7 +242,7 @@ def scratch(blocks: Blocks, page_size: int, size: int, *, codes: bool) -> list[A
         plgpu.SMEM((ROWS, size), jnp.float32),
         plgpu.SMEM((2, ROWS), jnp.float32),
         plgpu.Barrier(num_arrivals=1),
-        *Rooms.scratch(blocks.stages, blocks.tile, page_size, size, codes=codes),
+        *KVTileRing.scratch(blocks.stages, blocks.tile, page_size, size, codes=codes),
     ]
 
 
@@ -243,21 +253,21 @@ def attend_part(
     told_ref,
     *refs,
     blocks: Blocks,
-    rule: Rule,
+    rule: AttentionParams,
     page_size: int,
     chip: type[Chip],
     kind: str | None,
 ):
     """Computes one part of one slot, all query heads of one KV head. `refs` are the pool and its scales, the results,
     and the scratch. kind: dtype of the pool's codes."""
-    pool, refs = Held(refs[0], refs[1] if kind else None), refs[2 if kind else 1 :]
+    pool, refs = PoolTensors(refs[0], refs[1] if kind else None), refs[2 if kind else 1 :]
     (top_ref, total_ref, mixed_ref), (q_smem, mixed_smem, sums_smem, q_barrier, *tiles_smem) = refs[:3], refs[3:]
-    rooms = Rooms(*tiles_smem)
+    rooms = KVTileRing(*tiles_smem)
     slot, head, part = (lax.axis_index(name) for name in ("slots", "heads", "parts"))
     kv_heads = lax.axis_size("heads")
     tile, stages, rows = blocks.tile, blocks.stages, q_ref.shape[0] // (lax.axis_size("slots") * kv_heads)
     times = lengths_ref.shape[0] // lax.axis_size("slots")
-    walk = Walk.of([lengths_ref[slot * times + at] for at in range(times)], part, rule.window, blocks)
+    walk = TileSchedule.of([lengths_ref[slot * times + at] for at in range(times)], part, rule.window, blocks)
     own = ((slot * lax.axis_size("parts") + part) * kv_heads + head) * rows
 
     def fetch(step):
@@ -352,7 +362,7 @@ def attend_latents(
     told = visible_rows(lengths, times, groups, args.window, blocks)
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     sums = shape((slots * parts * kv_heads * row_blocks, ROWS), jnp.float32)
-    rule = Rule(args.scale, args.window, args.soft_cap, ((0, value_size),), None)
+    rule = AttentionParams(args.scale, args.window, args.soft_cap, ((0, value_size),), None)
     found = plgpu.kernel(
         partial(
             attend_latent_part,
@@ -370,7 +380,13 @@ def attend_latents(
         scratch_types=latent_scratch(blocks, page_size, size),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret or None,
-    )(side_by_side(q, kv_heads, times, rows).reshape(-1, size), page_table, lengths, told, Held.of(kv_pages).numbers)
+    )(
+        side_by_side(q, kv_heads, times, rows).reshape(-1, size),
+        page_table,
+        lengths,
+        told,
+        PoolTensors.of(kv_pages).numbers,
+    )
     partials = [
         mosaic.varying_as(q, each).reshape(slots, parts, kv_heads * row_blocks * ROWS, *each.shape[2:])
         for each in found
@@ -404,7 +420,7 @@ def attend_latent_part(
     q_barrier,
     *ring,
     blocks: Blocks,
-    rule: Rule,
+    rule: AttentionParams,
     page_size: int,
     rows: int,
     chip: type[Chip],
@@ -413,8 +429,8 @@ def attend_latent_part(
     names = "slots", "heads", "row_blocks", "parts", "warpgroup"
     slot, head, row_block, part, warpgroup = map(lax.axis_index, names)
     kv_heads, row_blocks = lax.axis_size("heads"), lax.axis_size("row_blocks")
-    room, times = Room(*ring), lengths_ref.shape[0] // lax.axis_size("slots")
-    walk = Walk.of([lengths_ref[slot * times + at] for at in range(times)], part, rule.window, blocks)
+    room, times = TileRing(*ring), lengths_ref.shape[0] // lax.axis_size("slots")
+    walk = TileSchedule.of([lengths_ref[slot * times + at] for at in range(times)], part, rule.window, blocks)
 
     @pl.when((warpgroup == HALVES) & (walk.steps > 0))
     def _():
@@ -422,7 +438,7 @@ def attend_latent_part(
         mine = (slot * kv_heads + head) * row_blocks + row_block
         held = q_ref.at[pl.ds(pl.multiple_of(mine * rows, BOX), rows)]
         plgpu.copy_gmem_to_smem(held, q_smem.at[pl.ds(0, rows)], q_barrier)
-        place = Pages(Held(pool_ref, None), table_ref, slot, head, walk.longest, page_size, kv_heads, parts=1)
+        place = Pages(PoolTensors(pool_ref, None), table_ref, slot, head, walk.longest, page_size, kv_heads, parts=1)
         bring(place, walk.steps, lambda step: walk.at(step)[0], [room], chip, e4m3=False)
 
     @pl.when((warpgroup < HALVES) & (walk.steps > 0))

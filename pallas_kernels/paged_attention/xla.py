@@ -24,7 +24,7 @@ STEP_BYTES = 1 << 20  # K and V in f32: a step's gather stays in a core's second
 MAX_TILES_A_STEP = 1
 
 
-class Tiles(NamedTuple):
+class TileTable(NamedTuple):
     """The tiles with visible tokens, slot after slot; N is the most that the whole table could have, in whole steps."""
 
     slot: Array  # i32[N]
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
     held: Array  # i32[B], number of each slot's tiles
 
 
-class Partials(NamedTuple):
+class TileResults(NamedTuple):
     """The softmax of each tile of the list."""
 
     top: Array  # f32[N, Hkv, G], the largest logit
@@ -56,7 +56,7 @@ def paged_attention(
     grouped = (q.astype(jnp.float32) * args.scale).reshape(slots, kv_heads, heads // kv_heads, size)
     position = jnp.arange(tile_pages * page_size)[None, :]
 
-    def step(index: Array, old: Partials) -> Partials:
+    def step(index: Array, old: TileResults) -> TileResults:
         slot, pages, low, high = (lax.dynamic_slice_in_dim(part, index * width, width) for part in tiles[:4])
         keys, values = read_tiles(kv_pages, pages)
         logits = scores(grouped[slot], keys)
@@ -65,12 +65,12 @@ def paged_attention(
         top = jnp.max(jnp.where(seen, logits, NEVER), axis=-1)
         weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
         mixed = jnp.einsum("nhgs,nhsd->nhgd", weights, values)
-        new = Partials(top, jnp.sum(weights, axis=-1), mixed)
+        new = TileResults(top, jnp.sum(weights, axis=-1), mixed)
         write = lax.dynamic_update_slice_in_dim
-        return Partials(*(write(whole, part, index * width, axis=0) for whole, part in zip(old, new, strict=True)))
+        return TileResults(*(write(whole, part, index * width, axis=0) for whole, part in zip(old, new, strict=True)))
 
     empty = jnp.broadcast_to(grouped[:1], (tiles.slot.shape[0], *grouped.shape[1:]))
-    partials = Partials(jnp.full_like(empty[..., 0], NEVER), jnp.zeros_like(empty[..., 0]), jnp.zeros_like(empty))
+    partials = TileResults(jnp.full_like(empty[..., 0], NEVER), jnp.zeros_like(empty[..., 0]), jnp.zeros_like(empty))
     partials = lax.fori_loop(0, -(-tiles.total // width), step, partials)
     mixed = merged(partials, tiles, grouped, None if sinks is None else sinks.reshape(kv_heads, -1))
     return mixed.reshape(q.shape)[..., : args.value_size].astype(q.dtype)
@@ -83,7 +83,7 @@ def scores(queries: Array, keys: Array) -> Array:
     return jnp.swapaxes(lax.optimization_barrier(jnp.einsum("nhsd,nhdg->nhsg", keys, turned)), 2, 3)
 
 
-def merged(parts: Partials, tiles: Tiles, grouped: Array, sinks: Array | None) -> Array:
+def merged(parts: TileResults, tiles: TileTable, grouped: Array, sinks: Array | None) -> Array:
     """Joins each slot's tiles in their own order, [B, Hkv, G, D]. A slot's result must not depend on other slots, to
     the last bit: a sample with a seed is the same in any batch. So tiles are summed in their order in the slot, one
     after another, and not by the step in which they were read."""
@@ -112,7 +112,7 @@ def tile_shape(rows: int, page_size: int, size: int, table: tuple[int, ...]) -> 
 
 def list_tiles(
     page_table: Array, lengths: Array, *, page_size: int, tile_pages: int, width: int, window: int | None
-) -> Tiles:
+) -> TileTable:
     """Returns the tiles of one call. It reads no KV, so XLA computes it once for all layers of a program."""
     slots, pages = page_table.shape
     columns, tile_tokens = -(-pages // tile_pages), tile_pages * page_size
@@ -126,7 +126,7 @@ def list_tiles(
     high = jnp.where(item < before[-1], lengths[slot] - tile * tile_tokens, 0)
     ids = jnp.where(jnp.arange(tile_pages)[None, :] * page_size < high[:, None], table[slot, tile], 0)
     low = start[slot] - tile * tile_tokens
-    return Tiles(slot, ids, low, high, before[-1], before[:-1], before[1:] - before[:-1])
+    return TileTable(slot, ids, low, high, before[-1], before[:-1], before[1:] - before[:-1])
 
 
 def read_tiles(kv_pages: Array | QuantizedPages, pages: Array) -> tuple[Array, Array]:

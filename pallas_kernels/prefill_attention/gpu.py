@@ -21,7 +21,7 @@ from pallas_kernels.triton_attention import (
     LOG2_E,
     MIN_ROWS,
     NEVER,
-    Rule,
+    AttentionParams,
     Runs,
     attend_tokens,
     empty_softmax,
@@ -62,7 +62,9 @@ def prefill_attention(
     tokens, heads, size = q.shape
     kv_heads, runs = stored(kv_pages).shape[1], runs_of(size, args.value_size)
     blocks = blocks or choose_blocks(q, kv_pages, runs)
-    rule = Rule(args.scale, args.window, args.soft_cap, runs, precision_of(product_dtype(q.dtype, kv_pages), interpret))
+    rule = AttentionParams(
+        args.scale, args.window, args.soft_cap, runs, precision_of(product_dtype(q.dtype, kv_pages), interpret)
+    )
     lanes = min(pl.next_power_of_2(heads // kv_heads), blocks.rows)
     query_rows, lane_blocks = blocks.rows // lanes, pl.cdiv(heads // kv_heads, lanes)
     work = xla.list_blocks(
@@ -112,7 +114,7 @@ def attend_block(
     lanes: int,
     lane_blocks: int,
     tile: int,
-    rule: Rule,
+    rule: AttentionParams,
 ):
     """Computes one block. Its rows are `query_rows` tokens, with `lanes` query heads of a KV head each."""
     block, head_block = pl.program_id(0), pl.program_id(1)

@@ -35,9 +35,9 @@ from pallas_kernels.hopper_attention import (
     HALVES,
     REGISTERS,
     STAGES,
-    Held,
     Pages,
-    Room,
+    PoolTensors,
+    TileRing,
     bring,
     mix_half,
     rooms_of,
@@ -47,7 +47,7 @@ from pallas_kernels.mosaic import BOX, ROWS, TILE, Chip, per_row, places, plgpu
 from pallas_kernels.prefill_attention import xla
 from pallas_kernels.quantized import QuantizedPages, stored
 from pallas_kernels.triton_attention import LOG2_E, NEVER
-from pallas_kernels.triton_attention import Rule as SoftmaxRule
+from pallas_kernels.triton_attention import AttentionParams as SoftmaxRule
 from pallas_kernels.tuning import MOSAIC, tuned
 
 WARPGROUPS = 2  # multiplying warpgroups
@@ -61,7 +61,7 @@ class Blocks(NamedTuple):
     stages: int  # tiles in flight
 
 
-class Rule(NamedTuple):
+class BlockParams(NamedTuple):
     """The parameters of attention that are the same for every block."""
 
     scale: float
@@ -98,9 +98,9 @@ def prefill_attention(
         return attend_latents(args, interpret=interpret)
     tokens, heads, size = q.shape
     _, kv_heads, _, page_size, _ = stored(kv_pages).shape
-    held, kind = Held.of(kv_pages), stored(kv_pages).dtype.name if isinstance(kv_pages, QuantizedPages) else None
+    held, kind = PoolTensors.of(kv_pages), stored(kv_pages).dtype.name if isinstance(kv_pages, QuantizedPages) else None
     blocks = blocks or choose_blocks(q, kv_pages)
-    rule = Rule(args.scale, args.window, args.soft_cap, heads // kv_heads)
+    rule = BlockParams(args.scale, args.window, args.soft_cap, heads // kv_heads)
     rows = WARPGROUPS * rule.tokens
     work = xla.list_blocks(tokens, kv_lens, cu_q_lens, tile_tokens=blocks.tile, window=args.window, query_rows=rows)
     end = jnp.minimum(cu_q_lens[work.sequence + 1] - work.start, rows)
@@ -120,7 +120,7 @@ def prefill_attention(
     return jnp.where(real, mosaic.varying_as(q, out), 0)  # no block writes the padding
 
 
-def row_sinks(sinks: Array | None, kv_heads: int, rule: Rule) -> Array:
+def row_sinks(sinks: Array | None, kv_heads: int, rule: BlockParams) -> Array:
     """Returns f32 [kv_heads, ROWS] in base 2: the initial logit of each row's softmax."""
     if sinks is None:
         return jnp.full((kv_heads, ROWS), NEVER, jnp.float32)
@@ -128,7 +128,7 @@ def row_sinks(sinks: Array | None, kv_heads: int, rule: Rule) -> Array:
     return jnp.pad(own, ((0, 0), (0, ROWS - own.shape[1])), constant_values=NEVER)
 
 
-def scratch(blocks: Blocks, page_size: int, size: int, rule: Rule, *, codes: bool) -> list[Any]:
+def scratch(blocks: Blocks, page_size: int, size: int, rule: BlockParams, *, codes: bool) -> list[Any]:
     """Returns the scratch shapes: rows as stored in HBM and as a wgmma reads them, barriers, and tiles of K and V."""
     return [
         plgpu.SMEM((WARPGROUPS, ROWS, size), jnp.bfloat16),
@@ -139,11 +139,20 @@ def scratch(blocks: Blocks, page_size: int, size: int, rule: Rule, *, codes: boo
 
 
 def attend_block(
-    q_ref, table_ref, spans_ref, sinks_ref, *refs, blocks: Blocks, rule: Rule, page_size: int, chip, kind: str | None
+    q_ref,
+    table_ref,
+    spans_ref,
+    sinks_ref,
+    *refs,
+    blocks: Blocks,
+    rule: BlockParams,
+    page_size: int,
+    chip,
+    kind: str | None,
 ):
     """Computes one block and KV head. `refs` are the pool and its scales, the results, and the scratch. kind: dtype of
     the pool's codes."""
-    pool, refs = Held(refs[0], refs[1] if kind else None), refs[2 if kind else 1 :]
+    pool, refs = PoolTensors(refs[0], refs[1] if kind else None), refs[2 if kind else 1 :]
     (out_ref, rows_smem, q_smem, q_barriers), rooms = refs[:4], rooms_of(refs[4:])
     block, head, warpgroup = (lax.axis_index(name) for name in ("blocks", "heads", "warpgroup"))
     sequence, start, position, first, stop, end = (spans_ref[block, at] for at in range(6))
@@ -184,7 +193,7 @@ class Rows(NamedTuple):
     start: Array
     head: Array
 
-    def fetch(self, barrier: Any, rule: Rule) -> None:
+    def fetch(self, barrier: Any, rule: BlockParams) -> None:
         @pl.loop(0, rule.tokens)
         def _(token):
             there = jnp.minimum(self.start + token, self.q_ref.shape[0] - 1)
@@ -193,7 +202,7 @@ class Rows(NamedTuple):
 
         plgpu.barrier_wait(barrier)
 
-    def leave(self, count: Array, rule: Rule) -> None:
+    def leave(self, count: Array, rule: BlockParams) -> None:
         """Stores the rows of the first `count` tokens."""
 
         @pl.loop(0, jnp.clip(count, 0, rule.tokens))
@@ -204,7 +213,7 @@ class Rows(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
 
-def attend_tiles(queries, rooms: tuple[Room, Room], span, blocks: Blocks, rule: Rule, chip: type[Chip]):
+def attend_tiles(queries, rooms: tuple[TileRing, TileRing], span, blocks: Blocks, rule: BlockParams, chip: type[Chip]):
     """Returns the greatest logit, total and mixture of a warpgroup's rows after the tiles of `span`; `at` is the
     position of its first row. Sinks are left to the caller: within a `shard_map` that checks, they vary over shards,
     and the values here are not marked so."""
@@ -282,7 +291,7 @@ def attend_latents(
         scratch_types=latent_scratch(page_size, size),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret or None,
-    )(rows, page_table, spans, Held.of(kv_pages).numbers, *starts)
+    )(rows, page_table, spans, PoolTensors.of(kv_pages).numbers, *starts)
     out = mosaic.varying_as(q, out)[: tokens * heads].reshape(tokens, heads, value_size)
     real = (jnp.arange(tokens) < cu_q_lens[-1])[:, None, None]
     return jnp.where(real, out, 0)  # no block writes the padding
@@ -300,7 +309,7 @@ def latent_scratch(page_size: int, size: int) -> list[Any]:
     ]
 
 
-class Sight(NamedTuple):
+class VisibleSpan(NamedTuple):
     """The tokens that a block's rows see, in the form of `paged_attention.hopper.Walk`."""
 
     first: Array  # first tile
@@ -332,14 +341,16 @@ def attend_latent_block(
     sequence, start, position, first, stop, end = (spans_ref[block, at] for at in range(6))
     wanted = start * heads + lane * ROWS
     held = pl.multiple_of(jnp.minimum(wanted, q_ref.shape[0] - ROWS), BOX)
-    sight = Sight(first, stop, position, wanted - held - lane * ROWS, heads)
-    room = Room(*ring)
+    sight = VisibleSpan(first, stop, position, wanted - held - lane * ROWS, heads)
+    room = TileRing(*ring)
 
     @pl.when((warpgroup == HALVES) & (stop > first))
     def _():
         plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
         plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(held, ROWS)], q_smem, came)
-        place = Pages(Held(pool_ref, None), table_ref, sequence, jnp.int32(0), position + end, page_size, 1, parts=1)
+        place = Pages(
+            PoolTensors(pool_ref, None), table_ref, sequence, jnp.int32(0), position + end, page_size, 1, parts=1
+        )
         bring(place, sight.steps, lambda step: first + step, [room], chip, e4m3=False)
 
     @pl.when((warpgroup < HALVES) & (stop > first))

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.pack_kv_pages.tpu import (
-    Cut,
+    BlockSchedule,
     as_digests,
     compiler_params,
     cut_pages,
@@ -69,7 +69,7 @@ def unpack_kv_pages(
     return list(found[:layers]), as_digests(found[layers]) if digests else None
 
 
-def unpack_item(ids_ref, page_weights_ref, scale_weights_ref, *refs, cut: Cut, wire: str, digests: bool):
+def unpack_item(ids_ref, page_weights_ref, scale_weights_ref, *refs, cut: BlockSchedule, wire: str, digests: bool):
     """Unpacks one block of one layer. `refs` are the packed pages, the pools as input and as output (the same), the
     digests, the buffers of two blocks and their semaphores."""
     parts = 1 if wire == "raw" else 2

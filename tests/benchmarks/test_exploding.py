@@ -5,14 +5,14 @@ import time
 
 from benchmarks.exploding import exploding, percentile
 from jdisagg.model.checkpoint import read_model
-from jdisagg.model.grammars.grammars import Whitespace, open_grammars
+from jdisagg.model.grammars.grammars import WhitespaceFormat, open_grammars
 from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL
 
 
 def test_each_schema_is_refused_and_another_one():
     grammars = open_grammars(EMBEDDED_MODEL, read_model(EMBEDDED_MODEL).vocab_size)
     one, other = exploding(1)["json"], exploding(2)["json"]
-    grammar = grammars.of_schema(one, Whitespace(""))
+    grammar = grammars.of_schema(one, WhitespaceFormat(""))
     began_s = time.thread_time()
     assert json.dumps(one) != json.dumps(other)
     assert "too large" in grammars.why_not(grammar) and time.thread_time() - began_s < 20

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.transfer import Cell, SlowShipment, compared, medians, shares, tally, verdict
 from jdisagg.engine.mesh_executor import MeshShipment
-from jdisagg.kv.transport.config import Link
+from jdisagg.kv.transport.config import EmulatedLink
 
 CELL = Cell(
     gbit_per_s=1.0,
@@ -76,7 +76,7 @@ def test_the_tally_counts_only_cells_that_the_target_is_for():
 
 
 def test_two_shipments_share_the_link_one_behind_the_other():
-    link, began = Link(0.1), time.monotonic()  # 0.1 Gbit/s: 250,000 bytes take 20 ms
+    link, began = EmulatedLink(0.1), time.monotonic()  # 0.1 Gbit/s: 250,000 bytes take 20 ms
     shipments = [SlowShipment(cast(MeshShipment, Packed()), link, []) for _ in range(2)]
     for shipment in shipments:
         shipment.wait_packed()

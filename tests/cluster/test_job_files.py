@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from jdisagg import flags, launch
-from jdisagg.cluster.job import PLACED, Part, job_of
+from jdisagg.cluster.job import PLACED, RoleWorkers, job_of
 from jdisagg.cluster.kubernetes import METRIC, SLICES, slice_of
-from jdisagg.cluster.membership import GroupPlace, resolve
+from jdisagg.cluster.membership import GroupRank, resolve
 from jdisagg.commands import plan
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
@@ -345,7 +345,7 @@ def test_members_of_a_set_and_of_a_job_find_their_place_in_the_group():
     ],
 )
 def test_a_worker_gets_the_smallest_slice_that_holds_it(chip, chips, expected):
-    part, topology = slice_of(Part("decode", 1, 1, chips), chip)
+    part, topology = slice_of(RoleWorkers("decode", 1, 1, chips), chip)
     assert (part.size, part.devices, topology) == expected
 
 
@@ -373,7 +373,7 @@ def test_a_pipeline_of_several_hosts_is_one_that_launch_takes_as_a_group():
         for where, words in containers(made(settings, tpu="v6e")):
             told = settings_of(words)
             if not where.startswith("compose") and told.role == "decode":
-                assert devices_each(told, GroupPlace("g", 0, 4, "127.0.0.1:1")) == 8, where
+                assert devices_each(told, GroupRank("g", 0, 4, "127.0.0.1:1")) == 8, where
     narrow = made(replace(WIDE, mesh="prefill:tp8,decode:pp4tp2"))
     meshes = {where.split("/")[0]: settings_of(words).mesh for where, words in containers(narrow)}
     assert (meshes["k8s"], meshes["gke_tpu"]) == ("prefill:tp8,decode:pp4tp2", "prefill:tp8,decode:ring4tp2")

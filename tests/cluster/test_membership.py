@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jdisagg.cluster.membership import STEP_PORTS, GroupPlace, resolve, step_port
+from jdisagg.cluster.membership import STEP_PORTS, GroupRank, resolve, step_port
 from jdisagg.cluster.slurm import expand
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
@@ -39,7 +39,7 @@ OURS = {
 BY_HAND = {"group": "d1", "group_size": 2, "group_rank": 1, "coordinator": "host-a:7102"}
 
 
-def place(environ: dict[str, str], role: str = "decode", **given) -> GroupPlace | None:
+def place(environ: dict[str, str], role: str = "decode", **given) -> GroupRank | None:
     settings = Settings(role=role, router="r:8100", **given)
     settings.check()
     return resolve(settings, environ)
@@ -48,12 +48,12 @@ def place(environ: dict[str, str], role: str = "decode", **given) -> GroupPlace 
 @pytest.mark.parametrize(
     ("given", "environ", "expected"),
     [
-        (BY_HAND, {}, GroupPlace("d1", 1, 2, "host-a:7102")),
-        ({}, OURS, GroupPlace("d0", 0, 2, "h0:7101")),
-        ({}, SLURM, GroupPlace("slurm-71-3", 1, 2, f"node07:{step_port('71-3')}")),
-        ({}, LWS, GroupPlace("llama-decode-2", 3, 4, "llama-decode-2.llama-decode.serving:8476")),
-        ({}, JOBSET, GroupPlace("llama-decode-5", 1, 2, "llama-decode-5-0.llama:8476")),
-        ({}, TPU, GroupPlace("t-0", 1, 4, "t-0.llama:8476")),
+        (BY_HAND, {}, GroupRank("d1", 1, 2, "host-a:7102")),
+        ({}, OURS, GroupRank("d0", 0, 2, "h0:7101")),
+        ({}, SLURM, GroupRank("slurm-71-3", 1, 2, f"node07:{step_port('71-3')}")),
+        ({}, LWS, GroupRank("llama-decode-2", 3, 4, "llama-decode-2.llama-decode.serving:8476")),
+        ({}, JOBSET, GroupRank("llama-decode-5", 1, 2, "llama-decode-5-0.llama:8476")),
+        ({}, TPU, GroupRank("t-0", 1, 4, "t-0.llama:8476")),
     ],
     ids=["flags", "variables", "SLURM", "LWS", "JobSet", "TPU"],
 )
@@ -64,24 +64,24 @@ def test_every_source_says_the_whole_place(given, environ, expected):
 @pytest.mark.parametrize(
     ("given", "environ", "expected"),
     [
-        (BY_HAND, OURS, GroupPlace("d1", 1, 2, "host-a:7102")),
-        ({"group": "d7"}, OURS, GroupPlace("d7", 0, 2, "h0:7101")),
-        ({"group": "d7"}, SLURM, GroupPlace("d7", 1, 2, f"node07:{step_port('71-3')}")),
-        ({"coordinator": ":7103"}, SLURM, GroupPlace("slurm-71-3", 1, 2, "node07:7103")),
-        ({"coordinator": ":7103"}, LWS, GroupPlace("llama-decode-2", 3, 4, "llama-decode-2.llama-decode.serving:7103")),
-        ({"coordinator": "[::1]:7103"}, SLURM, GroupPlace("slurm-71-3", 1, 2, "[::1]:7103")),
-        ({}, SLURM | {"JAX_COORDINATOR_PORT": "7104"}, GroupPlace("slurm-71-3", 1, 2, "node07:7104")),
-        ({}, SLURM | {"JDISAGG_COORDINATOR": ":7105"}, GroupPlace("slurm-71-3", 1, 2, "node07:7105")),
-        ({}, OURS | SLURM | {"SLURM_PROCID": "0"}, GroupPlace("d0", 0, 2, "h0:7101")),
+        (BY_HAND, OURS, GroupRank("d1", 1, 2, "host-a:7102")),
+        ({"group": "d7"}, OURS, GroupRank("d7", 0, 2, "h0:7101")),
+        ({"group": "d7"}, SLURM, GroupRank("d7", 1, 2, f"node07:{step_port('71-3')}")),
+        ({"coordinator": ":7103"}, SLURM, GroupRank("slurm-71-3", 1, 2, "node07:7103")),
+        ({"coordinator": ":7103"}, LWS, GroupRank("llama-decode-2", 3, 4, "llama-decode-2.llama-decode.serving:7103")),
+        ({"coordinator": "[::1]:7103"}, SLURM, GroupRank("slurm-71-3", 1, 2, "[::1]:7103")),
+        ({}, SLURM | {"JAX_COORDINATOR_PORT": "7104"}, GroupRank("slurm-71-3", 1, 2, "node07:7104")),
+        ({}, SLURM | {"JDISAGG_COORDINATOR": ":7105"}, GroupRank("slurm-71-3", 1, 2, "node07:7105")),
+        ({}, OURS | SLURM | {"SLURM_PROCID": "0"}, GroupRank("d0", 0, 2, "h0:7101")),
         (
             {},
             LWS | TPU | {"TPU_WORKER_ID": "3"},
-            GroupPlace("llama-decode-2", 3, 4, f"{LWS['LWS_LEADER_ADDRESS']}:8476"),
+            GroupRank("llama-decode-2", 3, 4, f"{LWS['LWS_LEADER_ADDRESS']}:8476"),
         ),
         (
             {"group_size": 2},
             {name: value for name, value in JOBSET.items() if name != "NNODES"},
-            GroupPlace("llama-decode-5", 1, 2, "llama-decode-5-0.llama:8476"),
+            GroupRank("llama-decode-5", 1, 2, "llama-decode-5-0.llama:8476"),
         ),
     ],
 )

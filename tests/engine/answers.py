@@ -8,7 +8,7 @@ from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.core.steps import PrefillChunks, Read
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.engine.runner import Runner
-from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.grammars.grammars import CompiledGrammars
 from tests.engine.stacks import Steps, first_tokens, prefill_machine, prefill_plans, run_prefill, ship_all
 from tests.steps import decode_plan
 
@@ -48,7 +48,7 @@ def answers(
 
 
 @contextmanager
-def speaking(machine: MeshExecutor, grammars: Grammars) -> Iterator[None]:
+def speaking(machine: MeshExecutor, grammars: CompiledGrammars) -> Iterator[None]:
     """The machine's rows know these grammars meanwhile."""
     assert isinstance(machine.runner, Runner) and machine.runner.decoder is not None
     batches = machine.runner.decoder.microbatches

@@ -14,7 +14,7 @@ from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.model_config import AS_MADE, Experts, Latent, ModelConfig, WeightFormat
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role, Stages, WorkerConfig
-from jdisagg.engine.compile_check import Checked, check, memory_of
+from jdisagg.engine.compile_check import CheckedProgram, check, memory_of
 from jdisagg.engine.declaration import DeclaredProgram
 from jdisagg.engine.programs import ProgramTable, abstract_table
 from jdisagg.parallel.submesh import Device
@@ -76,7 +76,7 @@ def few_layers(
     return abstract_table(replace(worker, **sizes), config, layout, runs, chips, jnp.bfloat16, weights)
 
 
-def checked_kinds(table: ProgramTable, declared: Sequence[DeclaredProgram], *kinds: str) -> list[Checked]:
+def checked_kinds(table: ProgramTable, declared: Sequence[DeclaredProgram], *kinds: str) -> list[CheckedProgram]:
     """The programs of these kinds compiled, without a complaint: pools in place, no copy, collectives as expected."""
     checked = check([(table.config.worker, each) for each in declared if each.kind in kinds], every=False)
     assert {each.declared.kind for each in checked} == set(kinds)

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from jdisagg.model.grammars.grammars import Matcher, mask_words
+from jdisagg.model.grammars.grammars import GrammarState, mask_words
 
 
 class EvensMatcher:
@@ -42,7 +42,7 @@ class Evens:
     def why_not(self, grammar: str) -> str:
         return ""
 
-    def start(self, grammar: str) -> Matcher:
+    def start(self, grammar: str) -> GrammarState:
         return EvensMatcher(self.words)
 
 
@@ -87,7 +87,7 @@ class FoursMatcher:
 class Fours(Evens):
     """Implements `Grammars`."""
 
-    def start(self, grammar: str) -> Matcher:
+    def start(self, grammar: str) -> GrammarState:
         return FoursMatcher(self.words)
 
 
@@ -112,5 +112,5 @@ class NoFifthsMatcher(FoursMatcher):
 class NoFifths(Evens):
     """Implements `Grammars`."""
 
-    def start(self, grammar: str) -> Matcher:
+    def start(self, grammar: str) -> GrammarState:
         return NoFifthsMatcher(self.words)

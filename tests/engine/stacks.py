@@ -27,7 +27,7 @@ from jdisagg.kv.pools import PagesOfStage
 from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
-from jdisagg.model.sources import RandomSource, Source
+from jdisagg.model.sources import RandomSource, TensorSource
 from jdisagg.parallel.submesh import Device
 from jdisagg.policy.worker.kv_sender import KVChunk, cut_chunks
 from tests.steps import decode_plan, prefill_plan
@@ -52,7 +52,7 @@ def open_machine(
     layers: Sequence[range],
     devices: Sequence[Device],
     config: ModelConfig = CONFIG,
-    source: Source = SOURCE,
+    source: TensorSource = SOURCE,
     pp: int = 1,
     draft: DraftModel | HeadModel | None = None,
     tiled: bool = False,
@@ -89,7 +89,7 @@ def open_ring(
     pp: int,
     tp: int = 1,
     config: ModelConfig = CONFIG,
-    source: Source = SOURCE,
+    source: TensorSource = SOURCE,
     devices: Sequence[Device] = (),
     turns: int = 4,
     **sizes: Any,

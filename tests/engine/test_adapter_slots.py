@@ -18,7 +18,7 @@ from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
-from jdisagg.model.sources import Source
+from jdisagg.model.sources import TensorSource
 from tests.adapter_files import adapters_in, merged
 from tests.engine.stacks import CONFIG, HALVES, SOURCE, generate, mixed_prompts, open_machine, open_ring, tokens_of
 
@@ -48,7 +48,7 @@ def asking(adapters: Sequence[Adapter | None]) -> list[SamplingParams]:
     return [SamplingParams(temperature=0.0, adapter=each, logprobs=3) for each in adapters]
 
 
-def defined(source: Source, prompt: tuple[int, ...], output: Sequence[int]) -> np.ndarray:
+def defined(source: TensorSource, prompt: tuple[int, ...], output: Sequence[int]) -> np.ndarray:
     """Log-probabilities after each token of the output's, by the network's definition over these weights."""
     params = load_stage(source, StageSpec(CONFIG, range(4), Mesh(np.array(jax.devices()[:1]), ("tp",)), jnp.float32))
     logits = forward(params.merge(params.leaves), jnp.array([[*prompt, *output]]))[0]

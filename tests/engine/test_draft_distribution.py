@@ -13,7 +13,7 @@ import pytest
 
 from jdisagg.core.request import SamplingParams
 from jdisagg.engine.decode import MASKED, POSITION, TOKEN
-from jdisagg.engine.sampling import SamplingMetadata, SamplingRows, pick
+from jdisagg.engine.sampling import SamplingRows, SamplingTensors, pick
 from jdisagg.engine.spec.draft_layers import drawn_alike
 from jdisagg.engine.spec.drafting import repeated, taken, widened
 
@@ -22,7 +22,7 @@ LOGITS = jnp.asarray(np.random.default_rng(1).normal(0, 1.2, (VOCAB, VOCAB)), jn
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=LENGTH)
 
 
-def guesses(kind: str, state: jax.Array, metadata: SamplingMetadata) -> jax.Array:
+def guesses(kind: str, state: jax.Array, metadata: SamplingTensors) -> jax.Array:
     """i32[B, DRAFTS]: as a draft would guess that thinks as the model, nearly so, or the same each time."""
     if kind == "constant":
         return jnp.full((SEEDS, DRAFTS), 2, jnp.int32)
@@ -34,7 +34,7 @@ def guesses(kind: str, state: jax.Array, metadata: SamplingMetadata) -> jax.Arra
     return jnp.stack(tokens, axis=1)
 
 
-def stepped(kind: str, history: jax.Array, state: jax.Array, metadata: SamplingMetadata) -> tuple:
+def stepped(kind: str, history: jax.Array, state: jax.Array, metadata: SamplingTensors) -> tuple:
     """(history, state, tokens) after a step of all."""
     widths = jnp.full(SEEDS, 1 + DRAFTS, jnp.int32)
     wide = widened(history, state, widths, guesses(kind, state, metadata))

@@ -15,7 +15,7 @@ from jdisagg.core.steps import History, PrefillChunks
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, TOKEN, advanced
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.engine.sampling import Counts, SamplingRows, counted, penalised
+from jdisagg.engine.sampling import SamplingRows, TokenCounters, counted, penalised
 from jdisagg.engine.spec.forced import AHEAD, FED, SLOT, USED, counted_forced, pays, penalised_behind, taken, widened
 from jdisagg.engine.spec.grammar_masks import GrammarMasks
 from tests.engine.answers import answers, speaking
@@ -119,7 +119,10 @@ def test_penalties_look_at_what_a_row_is_fed_behind_its_last_token_as_at_what_wa
     behind = jnp.array([[0, 0, 2, 2, 2], [1, 2, 1, 2, 3], [4, 4, 1, 0, 1], [1, 1, 1, 1, 0]], jnp.int32)
     logits = jnp.asarray(numbers.normal(size=(SLOTS + MOST, vocab)), jnp.float32)
     seen = numbers.integers(0, 2, (2, SLOTS, vocab))
-    metadata, counts = rows.on(jax.device_put), Counts(jnp.asarray(seen[0] == 1), jnp.asarray(seen[1], jnp.int32))
+    metadata, counts = (
+        rows.on(jax.device_put),
+        TokenCounters(jnp.asarray(seen[0] == 1), jnp.asarray(seen[1], jnp.int32)),
+    )
     found = penalised_behind(logits, behind, metadata, counts)
     for column in range(3):  # as many are fed behind the first token, one after another
         places = [0, 1, 2] if column == 0 else [SLOTS + column - 1, 1, SLOTS + 1 + column]

@@ -8,7 +8,7 @@ import pytest
 from jdisagg.core.hardware import Joined, Work
 from jdisagg.core.schedule import waited
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.compile_check import Checked
+from jdisagg.engine.compile_check import CheckedProgram
 from jdisagg.sim.expected import multiplying, sending, start_s
 from jdisagg.sim.hardware import hardware
 from tests.engine.chips import checked_kinds, few_layers
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_kept_programs")]
 CUBE, SWITCH = Joined(3, 3), Joined()
 
 
-def compiled(target: str, role: Role) -> Checked:
+def compiled(target: str, role: Role) -> CheckedProgram:
     """Four layers, which a TPU's program goes round; a chunk of 2,048 tokens or a step of 16 rows."""
     table = few_layers("70B", role, target, 8, stages=1, layers=4, num_pages=1024, chunk_tokens=2048)
     kind = "decode" if role is Role.DECODE else "prefill"
@@ -25,7 +25,7 @@ def compiled(target: str, role: Role) -> Checked:
     return checked
 
 
-def seconds(target: str, checked: Checked, between: Joined) -> tuple[float, float, float]:
+def seconds(target: str, checked: CheckedProgram, between: Joined) -> tuple[float, float, float]:
     """(of products, of collectives, of those that are exposed), in one step."""
     chip, worked = hardware(target.partition(":")[0]), list[float]()
 

@@ -13,7 +13,7 @@ from jdisagg.core.request import SamplingParams
 from jdisagg.core.worker_config import Role
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.model.hf_config import read_config
-from jdisagg.model.sources import HFSource, RandomSource, Source
+from jdisagg.model.sources import HFSource, RandomSource, TensorSource
 from tests.engine.scenes import SAMPLING
 from tests.engine.stacks import (
     CONFIG,
@@ -76,7 +76,7 @@ def test_a_ring_draws_what_stages_draw():
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
-def continued(config: ModelConfig, source: Source, sampling: Sequence[SamplingParams]) -> list[list[list[int]]]:
+def continued(config: ModelConfig, source: TensorSource, sampling: Sequence[SamplingParams]) -> list[list[list[int]]]:
     """By a ring and by stages, of one prefill."""
     runs = split_layers(config, 2)
     prefill = open_machine(Role.PREFILL, runs, jax.devices()[:1], config, source)

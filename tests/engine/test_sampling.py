@@ -11,9 +11,9 @@ from jdisagg.core.request import BROKEN, SamplingParams
 from jdisagg.core.steps import History
 from jdisagg.engine.sampling import (
     ROWS,
-    Counts,
-    SamplingMetadata,
     SamplingRows,
+    SamplingTensors,
+    TokenCounters,
     counted,
     history_rows,
     inverse,
@@ -33,15 +33,15 @@ V = 97  # not a multiple of the rows that weights are held in
 PICK, PENALISED = jax.jit(pick), jax.jit(penalised)
 
 
-def metadata_of(*sampling: SamplingParams, output_start: int = 0) -> SamplingMetadata:
+def metadata_of(*sampling: SamplingParams, output_start: int = 0) -> SamplingTensors:
     rows = SamplingRows(len(sampling))
     for row, each in enumerate(sampling):
         rows.set(row, each, output_start)
     return rows.on(jax.device_put)
 
 
-def no_counts(slots: int) -> Counts:
-    return Counts(jnp.zeros((slots, V), bool), jnp.zeros((slots, V), jnp.int32))
+def no_counts(slots: int) -> TokenCounters:
+    return TokenCounters(jnp.zeros((slots, V), bool), jnp.zeros((slots, V), jnp.int32))
 
 
 def logits_of(slots: int, seed: int = 0) -> np.ndarray:
@@ -49,7 +49,7 @@ def logits_of(slots: int, seed: int = 0) -> np.ndarray:
 
 
 @jax.jit
-def support(logits: jax.Array, metadata: SamplingMetadata) -> jax.Array:
+def support(logits: jax.Array, metadata: SamplingTensors) -> jax.Array:
     """bool[B, V]: what may be drawn at temperature 1."""
     kept = truncated(weights_of(logits, jnp.ones(len(logits))), metadata)
     return kept.reshape(len(logits), -1)[:, :V] > 0

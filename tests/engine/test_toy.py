@@ -7,7 +7,7 @@ import pytest
 from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import Admission, KVTransfer, PageGrant, PrefillChunk
 from jdisagg.core.worker_config import Role
-from jdisagg.engine.toy import NOTHING, ToyExecutor, ToyFault, toy_output
+from jdisagg.engine.toy import NOTHING, ToyError, ToyExecutor, toy_output
 from tests.sim.cases import worker
 from tests.steps import decode_plan, prefill_plan
 
@@ -108,7 +108,7 @@ def test_a_slot_that_drew_its_stop_masks_itself():
 def test_a_fault_changes_nothing():
     machine = machine_of(fail_plans={1})
     before = [list(page) for page in machine.pages]
-    with pytest.raises(ToyFault, match="plan 1"):
+    with pytest.raises(ToyError, match="plan 1"):
         prefill(machine)
     assert machine.pages == before
     assert prefill(machine, step_id=2) == toy_output(PROMPT, GREEDY)[0]

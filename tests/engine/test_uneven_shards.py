@@ -20,7 +20,7 @@ from jdisagg.kv.shipping import shapes_of
 from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from tests.engine.stacks import (
     CONFIG,
     GREEDY,
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.slow
 @cache
 def expected() -> list[list[int]]:
     """By repeated full forwards on one device."""
-    params = load_stage(SOURCE, StageSpec(NINE, range(4), Submesh(jax.devices()[:1]).mesh, jnp.float32))
+    params = load_stage(SOURCE, StageSpec(NINE, range(4), StageMesh(jax.devices()[:1]).mesh, jnp.float32))
     program = jax.jit(lambda leaves, tokens: forward(params.merge(leaves), tokens))
     rows = [list(prompt) for prompt in PROMPTS]
     for _ in range(TURNS + 1):

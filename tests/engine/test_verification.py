@@ -6,20 +6,20 @@ import numpy as np
 
 from jdisagg.core.request import SamplingParams
 from jdisagg.engine.decode import MASKED
-from jdisagg.engine.sampling import Counts, SamplingRows, penalised
+from jdisagg.engine.sampling import SamplingRows, TokenCounters, penalised
 from jdisagg.engine.spec.drafting import counted_drafts, penalised_ahead
 
 SLOTS, ROWS, VOCAB = 3, 4, 7
 
 
-def scene() -> tuple[Counts, SamplingRows]:
+def scene() -> tuple[TokenCounters, SamplingRows]:
     random = np.random.default_rng(2)
     rows = SamplingRows(SLOTS)
     for slot in range(SLOTS):
         asked = SamplingParams(presence_penalty=0.3 * slot, frequency_penalty=0.7, repetition_penalty=1 + slot / 2)
         rows.set(slot, asked, 0)
     prompt, output = random.random((SLOTS, VOCAB)) < 0.3, random.integers(0, 2, (SLOTS, VOCAB))
-    return Counts(jnp.asarray(prompt), jnp.asarray(output, jnp.int32)), rows
+    return TokenCounters(jnp.asarray(prompt), jnp.asarray(output, jnp.int32)), rows
 
 
 def test_each_row_is_penalised_as_if_all_that_its_slot_is_fed_before_it_had_been_drawn():
@@ -34,7 +34,7 @@ def test_each_row_is_penalised_as_if_all_that_its_slot_is_fed_before_it_had_been
             for guess in fed[slot, 1 : row + 1]:  # the first is the token that was drawn last, and is counted
                 output[slot, guess] += 1
         own = logits.reshape(SLOTS, ROWS, VOCAB)[:, row]
-        expected = penalised(own, metadata, Counts(counts.prompt, jnp.asarray(output)))
+        expected = penalised(own, metadata, TokenCounters(counts.prompt, jnp.asarray(output)))
         assert np.array_equal(found[:, row], np.asarray(expected))
 
 

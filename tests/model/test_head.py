@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.model_config import AS_ACTIVATIONS, WeightFormat
 from jdisagg.model import network
-from jdisagg.model.network import Vocabulary, blocks_of, slices
+from jdisagg.model.network import VocabularyLayout, blocks_of, slices
 from jdisagg.model.params import StageSpec, load_stage
 from jdisagg.model.sources import RandomSource
 from pallas_kernels.platforms import traced_for
@@ -56,7 +56,7 @@ def test_only_accelerators_gather_large_vocabularies_in_blocks_whatever_the_rows
 
 @pytest.mark.parametrize(("platform", "gathers"), [("tpu", 4), ("gpu", 2), ("cpu", 1)])
 def test_a_head_has_as_many_gathers_as_its_platforms_blocks(platform: str, gathers: int):
-    whole, spec = Vocabulary(("tp",), 2), jax.sharding.PartitionSpec()
+    whole, spec = VocabularyLayout(("tp",), 2), jax.sharding.PartitionSpec()
 
     def logits(x: jax.Array, table: jax.Array) -> jax.Array:
         return whole.whole(x, table.shape[0], lambda x, part: network.scored(x, table[part]))

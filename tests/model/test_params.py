@@ -26,7 +26,7 @@ from jdisagg.model.params import (
     check_tensors,
     load_stage,
 )
-from jdisagg.model.sources import HFSource, RandomSource, Source
+from jdisagg.model.sources import HFSource, RandomSource, TensorSource
 from tests.fixtures.conformance import ROOT, families
 from tests.model.sharded import mesh_of, split_layers
 
@@ -36,7 +36,7 @@ BIG = ModelConfig("llama", 1024, 256, 1024, 4, 8, 4, 32, 128)
 class Counted:
     """A source that notes how many bytes each read handed out."""
 
-    def __init__(self, inner: Source):
+    def __init__(self, inner: TensorSource):
         self.inner, self.sizes = inner, list[int]()
         self.place = inner.place
 
@@ -53,13 +53,13 @@ class Counted:
 
 
 def load(
-    source: Source, config: ModelConfig, layers: range, tp: int, out_first: bool = False
+    source: TensorSource, config: ModelConfig, layers: range, tp: int, out_first: bool = False
 ) -> tuple[list[str], StageParams]:
     paths = abstract_stage(config, layers, tp, "tp" if tp > 1 else None, jnp.float32).paths
     return paths, load_stage(source, StageSpec(config, layers, mesh_of(tp), jnp.float32, out_first=out_first))
 
 
-def reassembled(source: Source, config: ModelConfig, tp: int, pp: int, out_first: bool) -> dict[str, np.ndarray]:
+def reassembled(source: TensorSource, config: ModelConfig, tp: int, pp: int, out_first: bool) -> dict[str, np.ndarray]:
     """Every checkpoint tensor, put together again from the shards' local arrays; a replica must agree."""
     tensors: dict[str, np.ndarray] = {}
     for layers in split_layers(config, pp):

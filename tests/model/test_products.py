@@ -12,7 +12,7 @@ import pytest
 
 from jdisagg.model import products
 from jdisagg.model.network import scored
-from jdisagg.model.products import FEW_ROWS, MatrixForm, product
+from jdisagg.model.products import FEW_ROWS, MatrixFormat, product
 from pallas_kernels.platforms import traced_for
 from tests.environment import as_users
 from tests.model.row_bits import FORMS, INPUTS, OUTPUTS, bits_of
@@ -33,13 +33,15 @@ def tokens(rows: int) -> np.ndarray:
 @pytest.mark.parametrize("out_first", [False, True])
 def test_a_product_is_the_same_however_its_matrix_lies(out_first: bool, rows: int):
     kernel, x = matrix(), tokens(rows)
-    y = jax.jit(lambda x, kernel: product(x, kernel, None, MatrixForm(out_first)))(x, kernel.T if out_first else kernel)
+    y = jax.jit(lambda x, kernel: product(x, kernel, None, MatrixFormat(out_first)))(
+        x, kernel.T if out_first else kernel
+    )
     np.testing.assert_allclose(y, x @ kernel, atol=1e-4)
 
 
 def test_rows_may_have_any_leading_dimensions():
     x = tokens(24).reshape(2, 3, 4, INPUTS)
-    y = product(jnp.asarray(x), jnp.asarray(matrix().T), None, MatrixForm(True))
+    y = product(jnp.asarray(x), jnp.asarray(matrix().T), None, MatrixFormat(True))
     assert y.shape == (2, 3, 4, OUTPUTS)
     np.testing.assert_allclose(y, x @ matrix(), atol=1e-4)
 
@@ -49,7 +51,7 @@ def lowered(platform: str) -> str:
     rows, table = jnp.zeros((32, INPUTS)), jnp.zeros((OUTPUTS, INPUTS))
 
     def both(x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return scored(x, table), product(x, table, None, MatrixForm(True))
+        return scored(x, table), product(x, table, None, MatrixFormat(True))
 
     with traced_for(platform):
         return jax.jit(both).lower(rows, table).as_text()

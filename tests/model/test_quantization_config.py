@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import UnsupportedModel
-from jdisagg.model.files import Fields
+from jdisagg.model.files import JsonFields
 from jdisagg.model.hf_config import parse_config
-from jdisagg.model.quantized.config import GPTQ, METHODS, Quantization, Scaled, quantization_of, read_quantization
+from jdisagg.model.quantized.config import (
+    GPTQ,
+    METHODS,
+    QuantizationConfig,
+    ScaledFormat,
+    quantization_of,
+    read_quantization,
+)
 from tests.fixtures.quantized_folders import CONFIG, SCHEMES, compressed
 
 CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -22,8 +29,8 @@ AWQ, GPTQ4 = (
 )
 
 
-def said(**fields: Any) -> Quantization | None:
-    return quantization_of(Fields({"quantization_config": fields}, "config.json"))
+def said(**fields: Any) -> QuantizationConfig | None:
+    return quantization_of(JsonFields({"quantization_config": fields}, "config.json"))
 
 
 def test_the_schemes_of_the_tests_are_all_methods():
@@ -32,8 +39,8 @@ def test_the_schemes_of_the_tests_are_all_methods():
 
 @pytest.mark.parametrize("config", [{}, None])
 def test_a_config_that_says_nothing_means_plain_weights(config):
-    assert quantization_of(Fields({"quantization_config": config}, "config.json")) is None
-    assert quantization_of(Fields({}, "config.json")) is None
+    assert quantization_of(JsonFields({"quantization_config": config}, "config.json")) is None
+    assert quantization_of(JsonFields({}, "config.json")) is None
 
 
 @pytest.mark.parametrize(
@@ -93,11 +100,11 @@ def test_what_would_be_read_wrongly_is_refused_by_name_with_both_values(config, 
 def test_two_groups_that_quantise_weights_alike_are_one_scheme():
     groups = {"a": {"weights": CHANNEL, "targets": ["q"]}, "b": {"weights": CHANNEL}, "c": {"weights": None}}
     found = said(quant_method="compressed-tensors", format="int-quantized", config_groups=groups)
-    assert found is not None and found.scheme == Scaled("int8", label="int8, a scale a row")
+    assert found is not None and found.scheme == ScaledFormat("int8", label="int8, a scale a row")
 
 
 def test_the_first_key_that_compressed_tensors_had_is_read():
-    found = quantization_of(Fields({"compression_config": compressed("pack-quantized", W4)}, "config.json"))
+    found = quantization_of(JsonFields({"compression_config": compressed("pack-quantized", W4)}, "config.json"))
     assert found is not None and found.scheme.label == "packed int4, groups of 32"
 
 

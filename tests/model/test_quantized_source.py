@@ -25,7 +25,7 @@ from jdisagg.model.checkpoint import OrbaxSource, open_source, read_model, stora
 from jdisagg.model.params import StageSpec, check_tensors, load_stage
 from jdisagg.model.quantized.config import read_quantization
 from jdisagg.model.quantized.source import QuantizedSource
-from jdisagg.model.sources import HFSource, Source
+from jdisagg.model.sources import HFSource, TensorSource
 from jdisagg.serve.deploy.deployment import resolve_deployment
 from tests.fixtures.gguf_files import QUANTISED
 from tests.fixtures.quantized_folders import LAYERS, ROOT, SCHEMES, Folders, Tensors, compressed, write, write_pair
@@ -39,11 +39,11 @@ def folders(scheme: str) -> Folders:
     return write_pair(Path(mkdtemp(prefix="quantized-")), scheme)
 
 
-def opened(place: Path) -> Source:
+def opened(place: Path) -> TensorSource:
     return open_source(place, "hf", read_model(place))
 
 
-def whole(source: Source, name: str) -> np.ndarray:
+def whole(source: TensorSource, name: str) -> np.ndarray:
     return source.read(name, tuple(slice(0, size) for size in source.shape(name) or ()))
 
 

@@ -19,7 +19,7 @@ from jdisagg.core.model_config import AS_MADE, ModelConfig, WeightFormat
 from jdisagg.core.settings import Settings
 from jdisagg.model.checkpoint import open_source, read_model
 from jdisagg.model.params import StageParams, StageSpec, load_stage
-from jdisagg.model.sources import HFSource, Source
+from jdisagg.model.sources import HFSource, TensorSource
 from jdisagg.serve.deploy.deployment import Deployment, resolve_deployment
 from tests.fixtures.quantized_folders import LAYERS, SCHEMES, Folders, Tensors, write, write_pair
 from tests.model.sharded import mesh_of, run_stage, stage_output
@@ -50,7 +50,7 @@ def tensors_of(folder: Path) -> Tensors:
     }
 
 
-def opened(place: Path) -> tuple[ModelConfig, Source]:
+def opened(place: Path) -> tuple[ModelConfig, TensorSource]:
     config = read_model(place)
     return config, open_source(place, "hf", config)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
 from jdisagg.core.errors import CheckpointError, RequestError
-from jdisagg.model.tokenizer import Detokenizer, Tokenizer
+from jdisagg.model.tokenizer import TextDecoder, Tokenizer
 from tests.fixtures.conformance import ROOT, families
 
 BYTE_LEVEL = Tokenizer(ROOT / "llama3")
@@ -40,7 +40,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skip: bool, size: int = 1) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, skip)
+    detokenizer = TextDecoder(tokenizer, skip)
     return [*(detokenizer.push(ids[at : at + size]) for at in range(0, len(ids), size)), detokenizer.flush()]
 
 
@@ -98,7 +98,7 @@ def test_special_tokens_are_shown_only_when_asked():
 def test_streaming_costs_the_same_for_the_last_token_as_for_the_first(sentencepiece: Tokenizer, kind: str):
     tokenizer = BYTE_LEVEL if kind == "byte level" else sentencepiece
     ids = [3 + 0xE4] * 20_000 if kind.startswith("one") else tokenizer.encode("the x " * 4000)[:20_000]
-    detokenizer, halves = Detokenizer(tokenizer), []
+    detokenizer, halves = TextDecoder(tokenizer), []
     for half in (ids[:10_000], ids[10_000:]):
         start = time.perf_counter()
         for token_id in half:

@@ -17,7 +17,7 @@ from jdisagg.model.lora import room_for
 from jdisagg.model.params import StageSpec, abstract_stage_params, load_stage
 from jdisagg.model.sources import RandomSource
 from jdisagg.model.weight_bytes import adapter_bytes, number_bytes, shard_bytes
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from tests.fixtures.conformance import load
 from tests.model.sharded import mesh_of
 
@@ -73,7 +73,7 @@ def test_the_mean_number_is_of_what_is_multiplied_by():
 @pytest.mark.parametrize("tp", [1, 2])
 def test_slots_for_adapters_are_counted_as_they_lie(tp: int):
     config = ModelConfig("llama", 97, 32, 64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, max_position=128)
-    submesh, layers = Submesh(jax.devices()[:tp]), range(3)
+    submesh, layers = StageMesh(jax.devices()[:tp]), range(3)
     bare = abstract_stage_params(StageSpec(config, layers, submesh.mesh, jnp.float32))
     able = with_room(bare, config, layers, room_for(2, 4, jnp.dtype("float32")), submesh)
     held = sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in able.leaves[len(bare.leaves) :])

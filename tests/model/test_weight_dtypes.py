@@ -9,10 +9,10 @@ import pytest
 
 from jdisagg.core.model_config import ROUTERS, Experts, ModelConfig, WeightFormat
 from jdisagg.model.calibration import measure_loss
-from jdisagg.model.experts import ExpertMLP
+from jdisagg.model.experts import ExpertLayer
 from jdisagg.model.hf_config import read_config
 from jdisagg.model.params import StageSpec, load_stage
-from jdisagg.model.products import MatrixForm, product
+from jdisagg.model.products import MatrixFormat, product
 from jdisagg.model.sources import HFSource, RandomSource
 from tests.fixtures.conformance import load
 from tests.model.sharded import mesh_of, run_stage, stage_output
@@ -48,7 +48,7 @@ def test_int8_products_equal_those_of_numpy_to_the_last_bit(out_first: bool, row
     x, w = (random.standard_normal((size, 96), np.float32) for size in (rows, 160))
     (xq, x_scale), (wq, w_scale) = rounded(x), rounded(w)
     kernel = wq.astype(np.int8) if out_first else wq.T.astype(np.int8)
-    call = jax.jit(lambda x, kernel, scale: product(x, kernel, scale, MatrixForm(out_first, "int8")))
+    call = jax.jit(lambda x, kernel, scale: product(x, kernel, scale, MatrixFormat(out_first, "int8")))
     expected = (xq @ wq.T).astype(np.float32) * x_scale * w_scale[:, 0]
     np.testing.assert_array_equal(call(x, jnp.asarray(kernel), jnp.asarray(w_scale[:, 0])), expected)
 
@@ -103,7 +103,7 @@ def test_experts_are_rounded_to_bf16_but_never_scaled(dtype: str, stored: Any):
     config, source = model_of("mixtral")
     params = load_stage(source, StageSpec(config, range(1), mesh_of(1), jnp.float32, WeightFormat(dtype)))
     experts = params.merge(params.leaves).layers[0].mlp
-    assert isinstance(experts, ExpertMLP)
+    assert isinstance(experts, ExpertLayer)
     assert experts.gate_up[...].dtype == experts.down[...].dtype == stored
     assert experts.router[...].dtype == jnp.float32
 

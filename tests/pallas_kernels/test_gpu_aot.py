@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdisagg.parallel.submesh import WHOLE, Submesh
+from jdisagg.parallel.submesh import WHOLE, StageMesh
 from pallas_kernels import mosaic, paged_attention, prefill_attention, write_kv_pages
 from pallas_kernels.quantized import QuantizedPages
 from tests.pallas_kernels.gpu_target import gpu_devices
@@ -35,11 +35,11 @@ OTHERS = [
 PAGES, WIDTH = 8192, 2048  # a table of 32k tokens in pages of 16
 
 
-def array(submesh: Submesh, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
+def array(submesh: StageMesh, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(submesh.mesh, spec))
 
 
-def make_pool(submesh: Submesh, shape: Shape, dtype: str, spec=WHOLE) -> Any:
+def make_pool(submesh: StageMesh, shape: Shape, dtype: str, spec=WHOLE) -> Any:
     numbers: Any = array(submesh, (PAGES, shape.kv_heads, 2, shape.page_size, shape.head_dim), dtype, spec)
     if dtype in ("float32", "bfloat16"):
         return numbers
@@ -47,7 +47,7 @@ def make_pool(submesh: Submesh, shape: Shape, dtype: str, spec=WHOLE) -> Any:
     return QuantizedPages(numbers, scales)
 
 
-def compiled(submesh: Submesh, function, *arguments, donate=()) -> Any:
+def compiled(submesh: StageMesh, function, *arguments, donate=()) -> Any:
     with jax.sharding.set_mesh(submesh.mesh):
         return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
 
@@ -63,8 +63,8 @@ def bytes_of(pool: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def submesh() -> Submesh:
-    return Submesh(gpu_devices(1))
+def submesh() -> StageMesh:
+    return StageMesh(gpu_devices(1))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ OPTIONS = {"window": 4096, "soft_cap": 30.0}
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "check_vma"), [("bfloat16", True), ("int8", False)])
 def test_a_layer_with_every_option_compiles_with_its_heads_over_eight_gpus(dtype, check_vma):
-    submesh, shape, slots = Submesh(gpu_devices(8)), Shape(128, 8, 8, 16), 64
+    submesh, shape, slots = StageMesh(gpu_devices(8)), Shape(128, 8, 8, 16), 64
 
     def layer(pool, q, k, table, lengths, sinks):
         pool = write_kv_pages(pool, k, k, table[:, 0], lengths)

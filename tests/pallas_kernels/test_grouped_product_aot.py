@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from jdisagg.parallel.submesh import WHOLE, Submesh
+from jdisagg.parallel.submesh import WHOLE, StageMesh
 from pallas_kernels import grouped_product
 from tests.pallas_kernels.gpu_target import gpu_devices
 from tests.pallas_kernels.shapes import rest_slow
@@ -25,7 +25,7 @@ GPT_OSS, GPT_OSS_DOWN, MIXTRAL_DOWN = (32, 2880, 5760), (32, 2880, 2880), (8, 14
 
 
 def compiled(
-    submesh: Submesh, experts: int, inputs: int, outputs: int, rows: int, dtype: str = "bfloat16", out_first=False
+    submesh: StageMesh, experts: int, inputs: int, outputs: int, rows: int, dtype: str = "bfloat16", out_first=False
 ) -> Any:
     def array(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(submesh.mesh, WHOLE))
@@ -54,7 +54,7 @@ def compiled(
 )
 def test_a_gpu_copies_no_matrix(shape: tuple[int, int, int], rows: int, more: dict[str, Any]):
     """Mosaic GPU multiplies in bf16; in f32 XLA does, block by block: its own grouped product takes 400 MiB there."""
-    program = compiled(Submesh(gpu_devices(1)), *shape, rows, **more)
+    program = compiled(StageMesh(gpu_devices(1)), *shape, rows, **more)
     text, mosaic = program.as_text(), more.get("dtype") != "float32"
     assert "__gpu$xla.gpu.triton" not in text and "triton_kernel_call" not in text
     assert ("mosaic_gpu" in text) is mosaic
@@ -71,5 +71,5 @@ def test_a_gpu_copies_no_matrix(shape: tuple[int, int, int], rows: int, more: di
 )
 def test_a_tpu_copies_no_matrix_whatever_its_sides(chip: str, shape: tuple[int, int, int], rows: int):
     """By XLA's own product: gpt-oss' 2,880 channels are no whole number of lanes."""
-    program = compiled(Submesh(tpu_devices(chip, 1)), *shape, rows)
+    program = compiled(StageMesh(tpu_devices(chip, 1)), *shape, rows)
     assert program.memory_analysis().temp_size_in_bytes < 2 * MIB + 3 * rows * max(shape[1:]) * 4

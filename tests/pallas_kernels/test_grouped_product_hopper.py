@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from pallas_kernels import grouped_product, tuning
 from pallas_kernels.grouped_product import hopper, reference
 from pallas_kernels.platforms import multiplies_by_mosaic
@@ -76,7 +76,7 @@ def test_a_row_s_bits_depend_on_no_company_however_blocks_are_cut_and_whatever_i
 def test_an_h100_gets_it_with_no_register_spilled(matrices, rows, out_first, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    submesh, inputs = Submesh(gpu_devices(1)), matrices[2 if out_first else 1]
+    submesh, inputs = StageMesh(gpu_devices(1)), matrices[2 if out_first else 1]
     shapes = ((rows, inputs), "bfloat16"), (matrices, "bfloat16"), (matrices[:1], jnp.int32)
     with jax.sharding.set_mesh(submesh.mesh):
         product = jax.jit(partial(grouped_product, out_first=out_first))

@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import PartitionSpec
 
 from jdisagg.kv.pools import POOL_SPEC
-from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
+from jdisagg.parallel.submesh import AXIS, WHOLE, StageMesh
 from pallas_kernels import mosaic, paged_attention
 from pallas_kernels.paged_attention import hopper
 from pallas_kernels.platforms import gpu_generation, traced_for
@@ -90,7 +90,7 @@ def test_a_page_that_the_pool_has_not_raises():
 
 
 def compiled(
-    submesh: Submesh, shape: Shape, slots: int, attend=paged_attention, spec=WHOLE, dtype: str = "bfloat16", times=1
+    submesh: StageMesh, shape: Shape, slots: int, attend=paged_attention, spec=WHOLE, dtype: str = "bfloat16", times=1
 ) -> Any:
     (pool,) = make_pools(submesh, shape, dtype, 1, 4096, POOL_SPEC if spec != WHOLE else WHOLE)
     q = array(submesh, (times * slots, shape.kv_heads * shape.groups, shape.head_dim), "bfloat16", spec)
@@ -118,7 +118,7 @@ def compiled(
 def test_an_h100_gets_it_with_no_register_spilled(shape, dtype, times, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    assert "mosaic_gpu" in compiled(Submesh(gpu_devices(1)), shape, 64, dtype=dtype, times=times).as_text()
+    assert "mosaic_gpu" in compiled(StageMesh(gpu_devices(1)), shape, 64, dtype=dtype, times=times).as_text()
     told = capfd.readouterr()
     assert "0 bytes spill stores, 0 bytes spill loads" in told.out + told.err
 
@@ -127,7 +127,7 @@ def test_an_h100_gets_it_with_no_register_spilled(shape, dtype, times, monkeypat
 @pytest.mark.slow
 def test_shards_of_heads_compile_apart():
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
-    submesh, heads = Submesh(gpu_devices(4)), PartitionSpec(None, AXIS)
+    submesh, heads = StageMesh(gpu_devices(4)), PartitionSpec(None, AXIS)
     cut = jax.shard_map(
         paged_attention, mesh=submesh.mesh, in_specs=(heads, POOL_SPEC, WHOLE, WHOLE), out_specs=heads, check_vma=False
     )

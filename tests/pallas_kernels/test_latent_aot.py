@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdisagg.parallel.submesh import WHOLE, Submesh
+from jdisagg.parallel.submesh import WHOLE, StageMesh
 from pallas_kernels import (
     QuantizedPages,
     pack_kv_pages,
@@ -40,7 +40,7 @@ STEPS = [
 ]
 
 
-def pool_of(submesh: Submesh, shape: LatentShape, dtype: str) -> Any:
+def pool_of(submesh: StageMesh, shape: LatentShape, dtype: str) -> Any:
     """POOL_BYTES of pages, laid out as the engine lays them."""
     page = shape.kv_heads, 1, shape.page_size, shape.size
     pages = POOL_BYTES // (math.prod(page) * jnp.dtype(dtype).itemsize)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from pallas_kernels import paged_attention
 from pallas_kernels.mosaic import BOX
 from pallas_kernels.paged_attention import hopper
@@ -69,7 +69,7 @@ def test_rows_of_a_draft_see_as_far_as_each_is_told(heads, capfd):
 def test_an_h100_gets_it_with_no_register_spilled(shape, times, options, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    submesh = Submesh(gpu_devices(1))
+    submesh = StageMesh(gpu_devices(1))
     arrays = [
         array(submesh, size, kind)
         for size, kind in [

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.quantized import QuantizedPages
 from pallas_kernels.triton_attention import offsets_reach
@@ -31,7 +31,7 @@ def test_offsets_end_between_2_and_4_gib_of_bytes_alone(gib, dtype, reached):
 @pytest.mark.parametrize(("gib", "kernels"), [(2, True), (3, False), (5, True)])
 def test_a_pool_of_bytes_is_read_by_the_kernel_unless_it_is_of_2_to_4_gib(gib, kernels):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
-    submesh, pages = Submesh(gpu_devices(1)), gib * GIB // (8 * 2 * 32 * 128)
+    submesh, pages = StageMesh(gpu_devices(1)), gib * GIB // (8 * 2 * 32 * 128)
     codes: Any = array(submesh, (pages, 8, 2, 32, 128), jnp.int8)
     scales: Any = array(submesh, (pages, 8, 64), jnp.float32)
     ints = array(submesh, (4, 8), jnp.int32), array(submesh, (4,), jnp.int32)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.kv.pools import POOL_SPEC
-from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
+from jdisagg.parallel.submesh import AXIS, WHOLE, StageMesh
 from pallas_kernels import QuantizedPages, digest_pages, pack_kv_pages, unpack_kv_pages
 from pallas_kernels.platforms import traced_for
 from tests.pallas_kernels.gpu_target import gpu_devices
@@ -46,19 +46,19 @@ ODD = [
 ]
 
 
-def submesh_of(chip: str, count: int = 1) -> Submesh:
+def submesh_of(chip: str, count: int = 1) -> StageMesh:
     if chip == "h100":
         pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
-        return Submesh(gpu_devices(count))
+        return StageMesh(gpu_devices(count))
     pytest.importorskip("libtpu", reason="libtpu is not installed: jdisagg[aot-tpu]")
-    return Submesh(tpu_devices(chip, count))
+    return StageMesh(tpu_devices(chip, count))
 
 
-def array(submesh: Submesh, shape, dtype, spec=WHOLE) -> Any:
+def array(submesh: StageMesh, shape, dtype, spec=WHOLE) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(submesh.mesh, spec))
 
 
-def make_pools(submesh: Submesh, shape: Shape, dtype: str, layers: int, pages: int, spec=WHOLE) -> list[Any]:
+def make_pools(submesh: StageMesh, shape: Shape, dtype: str, layers: int, pages: int, spec=WHOLE) -> list[Any]:
     numbers = array(submesh, (pages, shape.kv_heads, 2, shape.page_size, shape.head_dim), dtype, spec)
     if dtype in ("float32", "bfloat16"):
         return [numbers] * layers
@@ -67,7 +67,7 @@ def make_pools(submesh: Submesh, shape: Shape, dtype: str, layers: int, pages: i
     ] * layers
 
 
-def compile_both(submesh: Submesh, source: list, pools: list, wire: str, count: int = 64) -> tuple[Any, Any]:
+def compile_both(submesh: StageMesh, source: list, pools: list, wire: str, count: int = 64) -> tuple[Any, Any]:
     pack, ids = partial(pack_kv_pages, wire=wire), array(submesh, (count,), jnp.int32)
     with jax.sharding.set_mesh(submesh.mesh):
         packing = jax.jit(pack).lower(source, ids).compile()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from pallas_kernels import mosaic
 from pallas_kernels.pack_kv_pages import hopper as pack_hopper
 from pallas_kernels.platforms import traced_for
@@ -48,7 +48,7 @@ def test_padding_writes_nothing_to_the_null_page():
 def test_an_h100_moves_pages_in_place_with_no_register_spilled(dtype, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    submesh = Submesh(gpu_devices(1))
+    submesh = StageMesh(gpu_devices(1))
     pools = make_pools(submesh, Shape(128, 8, 1, 32), dtype, 2, 2048)
     with traced_for("gpu"):
         programs = compile_both(submesh, pools, pools, "raw")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from pallas_kernels import pack_kv_pages
 from pallas_kernels.pack_kv_pages import hopper, tpu
 from pallas_kernels.platforms import on_platform, traced_for
@@ -41,7 +41,7 @@ def test_what_was_traced_for_one_platform_is_not_taken_for_another():
 def test_a_program_of_cpu_devices_traces_no_kernel_of_other_platforms(shards: int, monkeypatch: pytest.MonkeyPatch):
     for module in (tpu, hopper):
         monkeypatch.setattr(module, "pack_kv_pages", never)
-    submesh = Submesh(jax.devices()[:shards])
+    submesh = StageMesh(jax.devices()[:shards])
     specs = (P(None, "tp"), P()), P(None, None, "tp")
     program = submesh.program(lambda pool, ids: pack_kv_pages([pool], ids, digests=False).values, *specs)
     arguments = jnp.zeros((3, 2, 2, 8, 64)), jnp.zeros(2, jnp.int32)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jdisagg.kv.pools import POOL_SPEC
-from jdisagg.parallel.submesh import AXIS, WHOLE, Submesh
+from jdisagg.parallel.submesh import AXIS, WHOLE, StageMesh
 from pallas_kernels import prefill_attention
 from pallas_kernels.mosaic import BOX
 from pallas_kernels.platforms import takes_mosaic
@@ -59,7 +59,7 @@ def test_codes_with_scales_meet_the_oracle_without_a_race(shape, dtype, options,
     assert RACE not in capfd.readouterr().out
 
 
-def compiled(submesh: Submesh, shape: Shape, attend=prefill_attention, spec=WHOLE, dtype: str = "bfloat16") -> str:
+def compiled(submesh: StageMesh, shape: Shape, attend=prefill_attention, spec=WHOLE, dtype: str = "bfloat16") -> str:
     (pool,) = make_pools(submesh, shape, dtype, 1, 4096, POOL_SPEC if spec != WHOLE else WHOLE)
     q = array(submesh, (2048, shape.kv_heads * shape.groups, shape.head_dim), "bfloat16", spec)
     ints = [array(submesh, size, jnp.int32) for size in ((4, 256), (4,), (5,))]
@@ -84,7 +84,9 @@ def compiled(submesh: Submesh, shape: Shape, attend=prefill_attention, spec=WHOL
 def test_an_h100_gets_it_with_no_register_spilled(shape, dtype, options, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    assert "mosaic_gpu" in compiled(Submesh(gpu_devices(1)), shape, partial(prefill_attention, **options), dtype=dtype)
+    assert "mosaic_gpu" in compiled(
+        StageMesh(gpu_devices(1)), shape, partial(prefill_attention, **options), dtype=dtype
+    )
     told = capfd.readouterr()
     assert "0 bytes spill stores, 0 bytes spill loads" in told.out + told.err
 
@@ -93,7 +95,7 @@ def test_an_h100_gets_it_with_no_register_spilled(shape, dtype, options, monkeyp
 @pytest.mark.slow
 def test_shards_of_heads_compile_apart():
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
-    submesh, heads = Submesh(gpu_devices(4)), PartitionSpec(None, AXIS)
+    submesh, heads = StageMesh(gpu_devices(4)), PartitionSpec(None, AXIS)
     specs = heads, POOL_SPEC, WHOLE, WHOLE, WHOLE
     cut = jax.shard_map(prefill_attention, mesh=submesh.mesh, in_specs=specs, out_specs=heads, check_vma=True)
     program = compiled(submesh, Shape(128, 8, 4, 16), cut, heads)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from pallas_kernels import prefill_attention
 from pallas_kernels.prefill_attention import hopper
 from tests.pallas_kernels.gpu_target import gpu_devices
@@ -55,7 +55,7 @@ def test_it_meets_the_oracle_without_a_race(shape, packed, options, capfd):
 def test_an_h100_gets_it_with_no_register_spilled_and_no_temporary(shape, options, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    submesh = Submesh(gpu_devices(1))
+    submesh = StageMesh(gpu_devices(1))
     arrays = [
         array(submesh, size, kind)
         for size, kind in [

@@ -14,7 +14,7 @@ from jdisagg.engine.layer_group import LayerGroupPrograms
 from jdisagg.kv.pools import abstract_pool
 from jdisagg.model.names import stage_leaves
 from jdisagg.model.params import StageParams, abstract_stage
-from jdisagg.parallel.submesh import WHOLE, Program, Submesh
+from jdisagg.parallel.submesh import WHOLE, Program, StageMesh
 from pallas_kernels import paged_attention, prefill_attention, write_kv_pages
 from pallas_kernels.quantized import LARGEST, QuantizedPages
 from pallas_kernels.tpu_blocks import num_cores
@@ -48,11 +48,11 @@ KERNELS = [
 POOL_BYTES = 256 * MIB  # of an abstract pool: a copy of it would be seen
 
 
-def whole(submesh: Submesh, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
+def whole(submesh: StageMesh, shape, dtype, spec=WHOLE) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(submesh.mesh, spec))
 
 
-def large_pool(submesh: Submesh, shape: Shape, dtype: str) -> Any:
+def large_pool(submesh: StageMesh, shape: Shape, dtype: str) -> Any:
     """POOL_BYTES of pages laid out as the engine lays them."""
     page = shape.kv_heads, 2, shape.page_size, shape.head_dim
     pages = POOL_BYTES // (math.prod(page) * jnp.dtype(dtype).itemsize)
@@ -71,7 +71,7 @@ def large_pool(submesh: Submesh, shape: Shape, dtype: str) -> Any:
     ids=str,
 )
 def test_a_step_of_every_shape_compiles_with_every_kernel_and_copies_no_kv(shape, q_dtype, dtype, chip):
-    submesh, slots, width = Submesh(tpu_devices(chip, 1)), 8, 5
+    submesh, slots, width = StageMesh(tpu_devices(chip, 1)), 8, 5
 
     def step(pool, q, k, table, lengths):
         pool = write_kv_pages(pool, k, k, table[:, 0], lengths)
@@ -101,7 +101,7 @@ def test_a_step_of_every_shape_compiles_with_every_kernel_and_copies_no_kv(shape
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_rows_of_drafts_compile_into_one_kernel(dtype):
-    submesh, shape, slots, rows = Submesh(tpu_devices("v5e", 1)), Shape(128, 8, 4, 16), 64, 5
+    submesh, shape, slots, rows = StageMesh(tpu_devices("v5e", 1)), Shape(128, 8, 4, 16), 64, 5
     arguments = [
         whole(submesh, (slots * rows, shape.kv_heads * shape.groups, shape.head_dim), "bfloat16"),
         large_pool(submesh, shape, dtype),
@@ -115,9 +115,9 @@ def test_rows_of_drafts_compile_into_one_kernel(dtype):
 
 
 def test_a_chip_of_two_cores_is_given_work_for_both():
-    with jax.sharding.set_mesh(Submesh(tpu_devices("v5p", 1)).mesh):
+    with jax.sharding.set_mesh(StageMesh(tpu_devices("v5p", 1)).mesh):
         assert num_cores() == 2
-    with jax.sharding.set_mesh(Submesh(tpu_devices("v6e", 1)).mesh):
+    with jax.sharding.set_mesh(StageMesh(tpu_devices("v6e", 1)).mesh):
         assert num_cores() == 1
 
 
@@ -125,7 +125,9 @@ def num_kernels(compiled: Any) -> int:
     return compiled.as_text().count("tpu_custom_call")
 
 
-def layer_group_without_memory(config: ModelConfig, layers: range, submesh: Submesh, dtype: str) -> LayerGroupPrograms:
+def layer_group_without_memory(
+    config: ModelConfig, layers: range, submesh: StageMesh, dtype: str
+) -> LayerGroupPrograms:
     """A layer group's programs over weights that are shapes."""
     abstract = abstract_stage(config, layers, submesh.tp, submesh.axis, dtype)
     rules = [stage_leaves(config, layers, submesh.tp)[path] for path in abstract.paths]
@@ -163,7 +165,7 @@ STAGES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "chip", "tp", "layers"), STAGES, ids=["8b", "8b-tp4", "heads-of-64", "heads-of-80"])
 def test_the_decode_program_of_a_stage_copies_no_kv(config, chip, tp, layers):
-    submesh, slots = Submesh(tpu_devices(chip, tp)), 64
+    submesh, slots = StageMesh(tpu_devices(chip, tp)), 64
     group = layer_group_without_memory(config, layers, submesh, "bfloat16")
     x = None if group.is_first else whole(submesh, (slots, config.hidden_size), jnp.bfloat16)
     batch = [whole(submesh, (slots, 256), jnp.int32), whole(submesh, (4, slots), jnp.int32), x]
@@ -173,7 +175,7 @@ def test_the_decode_program_of_a_stage_copies_no_kv(config, chip, tp, layers):
 @pytest.mark.slow
 @pytest.mark.parametrize(("chip", "tp", "layers"), [("v5p", 4, range(2, 3))])
 def test_the_prefill_program_of_a_layer_group_of_llama_3_8b_copies_no_kv(chip, tp, layers):
-    submesh, tokens, sequences = Submesh(tpu_devices(chip, tp)), 256, 4
+    submesh, tokens, sequences = StageMesh(tpu_devices(chip, tp)), 256, 4
     group = layer_group_without_memory(LLAMA_3_8B, layers, submesh, "bfloat16")
     x = None if group.is_first else whole(submesh, (tokens, 4096), jnp.bfloat16)
     ints = [(3, tokens), (2, sequences + 1), (sequences, 256)]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from pallas_kernels import mosaic, write_kv_pages
 from pallas_kernels.platforms import traced_for
 from pallas_kernels.quantized import QuantizedPages
@@ -48,7 +48,7 @@ def test_every_row_lands_in_its_page_without_a_race(dtype, parts, capfd):
 def test_an_h100_writes_in_place_with_no_register_spilled(dtype, monkeypatch, capfd):
     pytest.importorskip("jax_cuda13_plugin", reason="the CUDA plugin is not installed: jdisagg[aot-gpu]")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    submesh, shape = Submesh(gpu_devices(1)), Shape(128, 8, 1, 16)
+    submesh, shape = StageMesh(gpu_devices(1)), Shape(128, 8, 1, 16)
     (pool,) = make_pools(submesh, shape, dtype, 1, 4096)
     new, ints = array(submesh, (64, 8, 128), "bfloat16"), array(submesh, (64,), jnp.int32)
     with jax.sharding.set_mesh(submesh.mesh), traced_for("gpu"):

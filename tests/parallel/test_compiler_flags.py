@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jdisagg.parallel import compiler_flags
-from jdisagg.parallel.compiler_flags import AS_STORED, COMPILER_FLAGS, CompilerFlag, options_for
+from jdisagg.parallel.compiler_flags import AS_STORED, COMPILER_FLAGS, CompilerOption, options_for
 
 
 class Version(NamedTuple):
@@ -74,7 +74,7 @@ def test_only_programs_that_have_products_beside_small_sums_send_them_by_the_spa
 def test_a_flag_that_the_compiler_does_not_know_is_left_out_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(compiler_flags, "COMPILER_FLAGS", (CompilerFlag("xla_nobody_knows", True, ("cpu",), ""),))
+    monkeypatch.setattr(compiler_flags, "COMPILER_FLAGS", (CompilerOption("xla_nobody_knows", True, ("cpu",), ""),))
     compiler_flags.forget()
     device = jax.devices("cpu")[0]
     with caplog.at_level(logging.WARNING):

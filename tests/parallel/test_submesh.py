@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from pallas_kernels import QuantizedPages, paged_attention, quantize_pages, write_kv_pages
 
 PAGES, SHAPE = 512, (2, 2, 16, 64)
@@ -27,7 +27,7 @@ def test_a_step_over_narrow_pages_converts_no_pool_and_keeps_its_bits(dtype):
 
     def found(as_stored: bool):
         pool = numbers.astype(dtype) if dtype == "bfloat16" else quantize_pages(numbers, jnp.dtype(dtype))
-        program = Submesh(jax.devices()[:1]).program(step, donate=(0,), as_stored=as_stored)
+        program = StageMesh(jax.devices()[:1]).program(step, donate=(0,), as_stored=as_stored)
         arguments = pool, k, q, ids, table
         memory: Any = program.lower(*arguments).compile().memory_analysis()
         held = (pool.values if isinstance(pool, QuantizedPages) else pool).nbytes

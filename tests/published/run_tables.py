@@ -17,7 +17,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cost_models import Model
-from jdisagg.sim.kernel_tables import Grid
+from jdisagg.sim.kernel_tables import MeasuredTable
 
 SPLITWISE = Path(__file__).parent / "data" / "splitwise_dgx.json"
 PROMPT, OUTPUT = 512, 128  # tokens of the runs that vary the batch; a step's context is the mean over the output
@@ -28,8 +28,8 @@ class RunTables:
     """One machine of eight devices and one model."""
 
     model: Model
-    prompts: Grid  # (tokens), of all prompts of a plan together
-    steps: Grid  # (sequences), each with PROMPT tokens and half its OUTPUT
+    prompts: MeasuredTable  # (tokens), of all prompts of a plan together
+    steps: MeasuredTable  # (sequences), each with PROMPT tokens and half its OUTPUT
     token_s: float  # of each KV token read beyond those
 
     def prefill_s(self, plan: PrefillChunks) -> float:
@@ -68,8 +68,8 @@ def splitwise(name: str, device: str) -> RunTables:
     slope, _ = np.polyfit([prompt + OUTPUT / 2 for prompt in alone], [step_s for _, step_s in alone.values()], 1)
     return RunTables(
         Model(model(name), "float16"),
-        prompts=Grid({(float(tokens),): seconds for tokens, seconds in {**tokens_of, **beyond}.items()}),
-        steps=Grid({(float(batch),): step_s for batch, (_, step_s) in together.items()}),
+        prompts=MeasuredTable({(float(tokens),): seconds for tokens, seconds in {**tokens_of, **beyond}.items()}),
+        steps=MeasuredTable({(float(batch),): step_s for batch, (_, step_s) in together.items()}),
         token_s=float(slope),
     )
 

@@ -28,7 +28,7 @@ from jdisagg.model.gguf.source import GGUFSource
 from jdisagg.model.lora import identified
 from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
-from jdisagg.model.sources import HFSource, Source
+from jdisagg.model.sources import HFSource, TensorSource
 from tests.adapter_files import ALL, merged, write_adapter
 from tests.fixtures import conformance
 from tests.model.test_gguf_source import gguf_of
@@ -96,7 +96,7 @@ def asked(llm: jdisagg.LLM, kinds: int = 2) -> tuple[list[list[int]], int]:
     return [list(each.token_ids) for each in found], sum(each.cached_tokens for each in found)
 
 
-def expected(source: Source, model: ModelConfig, adapters: dict[str, Path], kinds: int = 2) -> list[list[int]]:
+def expected(source: TensorSource, model: ModelConfig, adapters: dict[str, Path], kinds: int = 2) -> list[list[int]]:
     """The greedy answers, by the network's definition over merged weights."""
     runs = {"": defined(source, model)} | {
         name: defined(merged(source, identified(name, str(folder)), model), model) for name, folder in adapters.items()
@@ -104,7 +104,7 @@ def expected(source: Source, model: ModelConfig, adapters: dict[str, Path], kind
     return [drawn(runs[name], prompt) for prompt in prompts(kinds) for name in NAMES]
 
 
-def defined(source: Source, model: ModelConfig) -> Callable[[np.ndarray], np.ndarray]:
+def defined(source: TensorSource, model: ModelConfig) -> Callable[[np.ndarray], np.ndarray]:
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     params = load_stage(source, StageSpec(model, range(model.num_layers), mesh, jnp.float32))
     run = jax.jit(lambda leaves, tokens: forward(params.merge(leaves), tokens))

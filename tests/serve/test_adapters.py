@@ -18,7 +18,7 @@ from jdisagg.model.checkpoint import read_model
 from jdisagg.model.lora import identified
 from jdisagg.model.network import forward
 from jdisagg.model.params import StageSpec, load_stage
-from jdisagg.model.sources import HFSource, Source
+from jdisagg.model.sources import HFSource, TensorSource
 from jdisagg.serve.frontends.front_settings import FrontSettings
 from jdisagg.serve.frontends.http.app import create_app
 from tests.adapter_files import merged, write_adapter
@@ -58,7 +58,7 @@ def client(llm: jdisagg.LLM) -> Iterator[httpx.Client]:
         yield httpx.Client(base_url=url, timeout=60, headers={"authorization": "Bearer a-client"})
 
 
-def defined(source: Source, prompt: Sequence[int]) -> list[int]:
+def defined(source: TensorSource, prompt: Sequence[int]) -> list[int]:
     """The greedy answer, by the network's definition over these weights."""
     params = load_stage(
         source, StageSpec(MODEL, range(MODEL.num_layers), Mesh(np.array(jax.devices()[:1]), ("tp",)), jnp.float32)

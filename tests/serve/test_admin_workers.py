@@ -13,7 +13,7 @@ import pytest
 from jdisagg.core.layout.kv_layout import KVLayout
 from jdisagg.core.request import Request, WorkerId
 from jdisagg.core.worker_config import Role, WorkerConfig
-from jdisagg.engine.mesh_executor import Shape
+from jdisagg.engine.mesh_executor import ReshapeTarget
 from jdisagg.engine.toy import toy_output
 from jdisagg.serve.deploy.deployment import WorkerShapes
 from jdisagg.serve.deploy.pools import Pools, place_of
@@ -45,7 +45,7 @@ class ToyReshaper:
 
 
 def shapes_of(config: WorkerConfig) -> WorkerShapes:
-    able = {f"{role}:tp1": Shape(replace(config, role=role), LAYOUT, (range(2),)) for role in Role}
+    able = {f"{role}:tp1": ReshapeTarget(replace(config, role=role), LAYOUT, (range(2),)) for role in Role}
     return WorkerShapes(1, able, {}, {role: f"{role}:tp1" for role in Role})
 
 

@@ -7,7 +7,7 @@ import pytest
 from jdisagg.core.errors import ConfigError, FlagError
 from jdisagg.core.model_config import Experts, ModelConfig, WeightFormat
 from jdisagg.core.settings import Settings
-from jdisagg.model.calibration import Loss
+from jdisagg.model.calibration import AccuracyReport
 from jdisagg.model.checkpoint import open_source
 from jdisagg.model.products import ProductTimes
 from jdisagg.serve.cluster.router_process import identity_of
@@ -19,8 +19,8 @@ SPARSE = ModelConfig("mixtral", 64, 32, 24, 3, 4, 2, 8, 256, experts=Experts(8, 
 KLS = {"bfloat16": 2e-4, "int8": 0.04}
 
 
-def loss_of(dtype: str) -> Loss:
-    return Loss(WeightFormat(dtype), KLS[dtype], 0.99, {})
+def loss_of(dtype: str) -> AccuracyReport:
+    return AccuracyReport(WeightFormat(dtype), KLS[dtype], 0.99, {})
 
 
 def times(**total_s: float) -> dict[str, ProductTimes]:

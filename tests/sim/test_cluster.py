@@ -15,7 +15,7 @@ from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import FREE_LINK, cluster_spec, longest, plain_settings, published
 from jdisagg.sim.fast_forward import SimulatedSequence
 from jdisagg.sim.outcome import Outcome, write_csv
-from jdisagg.sim.simulation import SpanLog, Work
+from jdisagg.sim.simulation import SpanLog, WorkKind
 from jdisagg.sim.traces import Trace, closed_loop, poisson
 
 MESHES = ["prefill:tp2,decode:tp1", "prefill:2xtp1,decode:2xpp2tp1", "colocated:2xtp1", "colocated:pp2tp1"]
@@ -178,10 +178,10 @@ def test_a_log_has_all_work_and_every_change_of_the_pages():
     outcome = Cluster(given.workers, given.costs, given.links, log=log).run(work)
     for name, share in outcome.busy.items():
         worker = WorkerId(name)
-        did_s = sum(span.done_s - span.start_s for span in log.of(worker) if span.work is not Work.TRANSFER)
+        did_s = sum(span.done_s - span.start_s for span in log.of(worker) if span.work is not WorkKind.TRANSFER)
         assert did_s == pytest.approx(share * outcome.span_s)
         curve = log.pages[worker]
         assert curve[-1][1] == 0 and max(pages for _, pages in curve) > 0
         assert all(before[0] < after[0] and before[1] != after[1] for before, after in pairwise(curve))
-    assert sum(span.amount for span in log.spans if span.work is Work.PREFILL) == work.input_tokens.sum()
-    assert len([span for span in log.spans if span.work is Work.TRANSFER]) >= sum(work.output_tokens > 1)
+    assert sum(span.amount for span in log.spans if span.work is WorkKind.PREFILL) == work.input_tokens.sum()
+    assert len([span for span in log.spans if span.work is WorkKind.TRANSFER]) >= sum(work.output_tokens > 1)

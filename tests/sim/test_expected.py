@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.core.hardware import CHIPS, Collective, Joined, Sent, Shard, Work
 from jdisagg.sim.arithmetic import model
-from jdisagg.sim.expected import Expected, expected, sending, start_s
+from jdisagg.sim.expected import ExpectedTime, expected, sending, start_s
 from jdisagg.sim.hardware import hardware
 
 ROWS = Path(__file__).parent.parent / "published" / "data" / "silicon_dense_agg.csv.gz"
@@ -18,7 +18,7 @@ HOST_S = 1e-3  # of vLLM, a step
 WEIGHTS = {"": ("bfloat16", 2), "fp8": ("fp8", 1), "fp8_block": ("fp8", 1)}
 
 
-def step(shard: Shard, work: Work, system: str, weights: str, rows: int) -> Expected:
+def step(shard: Shard, work: Work, system: str, weights: str, rows: int) -> ExpectedTime:
     """Two all-reduces a layer, as the compiled programs have them."""
     chip, number = hardware(system), 2 * shard.model.num_layers if shard.tp > 1 else 0
     one = Collective("all-reduce", rows * shard.model.hidden_size * 2, (), depth=0).sent([0] * shard.tp)

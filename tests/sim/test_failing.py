@@ -13,7 +13,7 @@ from jdisagg.core.request import WorkerId
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import ClusterSpec, by_roofline, cluster_spec, devices_of, plain_settings, with_tiers
 from jdisagg.sim.cost_models import Model, Roofline
-from jdisagg.sim.failing import FailingCluster, Failures, describe_losses, drawn_losses, failing
+from jdisagg.sim.failing import FailingCluster, LossSchedule, describe_losses, drawn_losses, failing
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.tiers import TierSpec, tier_speeds
@@ -35,7 +35,7 @@ def trace(requests: int, seconds: float) -> Trace:
 
 
 def run(losses: Sequence[tuple[float, WorkerId]], noticed_s: float = 1.0, back_s: float = 6.0, requests: int = 60):
-    cluster = failing(spec(), Failures(losses, noticed_s, back_s))
+    cluster = failing(spec(), LossSchedule(losses, noticed_s, back_s))
     outcome = cluster.run(trace(requests, requests / 2))
     cluster.check_all_ended()
     return cluster, outcome
@@ -89,4 +89,4 @@ def test_losses_are_drawn_at_the_rate_that_is_asked_for_and_the_same_for_a_seed(
 def test_tiers_are_refused_by_name():
     given = with_tiers(spec(), TierSpec(tier_speeds(MESH, devices_of("b200"), {}), 0), 1000, 0)
     with pytest.raises(ConfigError, match="--lost_every_s: neither shared cores nor tiers"):
-        failing(given, Failures([]))
+        failing(given, LossSchedule([]))

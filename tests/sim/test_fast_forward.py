@@ -13,7 +13,7 @@ from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster import PATIENT, Cluster
 from jdisagg.sim.cluster_spec import FREE_LINK, ClusterSpec, cluster_spec, longest, plain_settings, published
-from jdisagg.sim.cost_models import CostModel, ManySteps, Model, Roofline, distserve_fit
+from jdisagg.sim.cost_models import CostModel, Model, Roofline, VectorCostModel, distserve_fit
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.simulation import SpanLog
@@ -131,7 +131,7 @@ def test_what_is_seen_in_the_midst_of_foreseen_steps_is_what_has_ended_by_then()
 )
 def test_many_steps_cost_what_each_of_them_costs(cost):
     plan, contexts = DecodeRows(0, (0, 3, 4), 8), np.arange(5, 300_000, 777)
-    assert isinstance(cost, ManySteps)
+    assert isinstance(cost, VectorCostModel)
     assert cost.steps_s(plan, contexts).tolist() == [cost.decode_s(plan, each) for each in contexts.tolist()]
 
 

@@ -13,7 +13,7 @@ from jdisagg.core.mesh_spec import MeshSpec
 from jdisagg.sim.arithmetic import model
 from jdisagg.sim.cluster_spec import FREE_LINK, by_kernels, cluster_spec, plain_settings
 from jdisagg.sim.cost_models import Model, distserve_fit
-from jdisagg.sim.kernel_tables import Grid, KernelTables, read_kernels, shipped_kernels
+from jdisagg.sim.kernel_tables import KernelTables, MeasuredTable, read_kernels, shipped_kernels
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace, poisson
 from tests.sim.test_cost_models import prefill, step
@@ -32,12 +32,12 @@ def tables(host_s: float = 0.0) -> KernelTables:
     ("point", "found"), [((2, 16), 93.0), ((5, 10), 72.0), ((16, 4), 75.0), ((0, 0), 30.0), ((8, 32), 191.0)]
 )
 def test_a_grid_is_linear_between_its_points_and_beyond_and_flat_below(point, found):
-    assert Grid(PLANE).at(*point) == pytest.approx(found)
+    assert MeasuredTable(PLANE).at(*point) == pytest.approx(found)
 
 
 def test_a_grid_with_holes_is_refused():
     with pytest.raises(ConfigError, match="5 points lacks 1 of its grid of"):
-        Grid({point: value for point, value in PLANE.items() if point != (2.0, 4.0)})
+        MeasuredTable({point: value for point, value in PLANE.items() if point != (2.0, 4.0)})
 
 
 def test_a_lone_step_is_the_sum_of_its_rows():

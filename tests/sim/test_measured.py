@@ -13,7 +13,7 @@ from jdisagg.core.request import Attempt, RequestId, SamplingParams, WorkerId
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunk, PrefillChunks
 from jdisagg.core.worker_config import TransferMode, bucket
 from jdisagg.sim.cluster import Cluster
-from jdisagg.sim.measured import Line, Measured, Surface, cluster_spec_of, transfer_line_of
+from jdisagg.sim.measured import PiecewiseFit, ProfileCost, SurfaceFit, cluster_spec_of, transfer_line_of
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.shared import SharedCluster, simulated
 from jdisagg.sim.traces import Trace, poisson
@@ -23,9 +23,9 @@ MESHES = ["prefill:tp1,decode:tp1", "colocated:2xtp1", "prefill:2xtp1,decode:pp2
 SLOW = {"prefill": {"prefill": 1.0, "decode": 0.5}, "decode": {"prefill": 0.25, "decode": 1.0}}
 
 
-def cost(mesh: str = MESHES[0], worker: str = "decode-0", **given) -> Measured:
+def cost(mesh: str = MESHES[0], worker: str = "decode-0", **given) -> ProfileCost:
     found = cluster_spec_of(profile(mesh, **given), MeshSpec.parse(mesh)).costs[WorkerId(worker)]
-    assert isinstance(found, Measured)
+    assert isinstance(found, ProfileCost)
     return found
 
 
@@ -93,10 +93,10 @@ def test_a_mixed_step_pays_its_chunk_a_row_for_each_sequence_and_the_kv_that_the
 
 
 def test_nothing_is_faster_than_the_least_that_was_timed_and_nothing_falls_beyond_the_table():
-    noisy = Surface([(1, 10, 5.0), (1, 20, 4.0), (2, 10, 3.0), (2, 20, 6.0)])
+    noisy = SurfaceFit([(1, 10, 5.0), (1, 20, 4.0), (2, 10, 3.0), (2, 20, 6.0)])
     assert noisy.at(1, 1000) == 4.0
     assert noisy.at(9, 10) == 3.0
-    assert Line([(1.0, 2.0), (3.0, 4.0), (3.0, 6.0)]).at(3.0) == 5.0
+    assert PiecewiseFit([(1.0, 2.0), (3.0, 4.0), (3.0, 6.0)]).at(3.0) == 5.0
 
 
 def test_parts_of_kv_are_whole_pages_of_their_own_layers():

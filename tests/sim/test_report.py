@@ -22,20 +22,11 @@ from jdisagg.core.worker_config import Role
 from jdisagg.sim import report
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.cluster_spec import cluster_spec, longest, plain_settings, published
-from jdisagg.sim.outcome import (
-    NOT_CALIBRATED,
-    SLO,
-    Lookups,
-    Outcome,
-    Point,
-    columns,
-    goodput_rps,
-    write_csv,
-)
+from jdisagg.sim.outcome import NOT_CALIBRATED, SLO, CacheLookups, Outcome, Point, columns, goodput_rps, write_csv
 from jdisagg.sim.parquet import write_parquet
-from jdisagg.sim.report import Story, tiles
-from jdisagg.sim.simulation import Place, SpanLog, Work, WorkSpan
-from jdisagg.sim.tiers import Moved
+from jdisagg.sim.report import ReportContent, tiles
+from jdisagg.sim.simulation import KVLocation, SpanLog, WorkKind, WorkSpan
+from jdisagg.sim.tiers import MoveStats
 from jdisagg.sim.traces import Trace, poisson
 
 GOOD = SLO(0.4, 0.1)
@@ -53,9 +44,9 @@ def run() -> tuple[Outcome, SpanLog]:
     return simulated("prefill:2xtp1,decode:1xtp1")
 
 
-def told(run: tuple[Outcome, SpanLog], **changes) -> Story:
+def told(run: tuple[Outcome, SpanLog], **changes) -> ReportContent:
     outcome, log = run
-    return replace(Story("a <mesh>", "python -m jdisagg sim", {"model": "m"}, outcome, log, GOOD, 3), **changes)
+    return replace(ReportContent("a <mesh>", "python -m jdisagg sim", {"model": "m"}, outcome, log, GOOD, 3), **changes)
 
 
 def point(rate_rps: float, attainment: float) -> Point:
@@ -110,7 +101,7 @@ def test_a_page_stands_alone_and_escapes_what_it_is_given(run):
 
 def test_a_page_tells_what_was_found_again_where_anybody_looked(run):
     outcome, log = run
-    looked = {Role.PREFILL: Lookups(800, 200), Role.DECODE: Lookups()}
+    looked = {Role.PREFILL: CacheLookups(800, 200), Role.DECODE: CacheLookups()}
     assert "found on" not in tiles(told(run))
     shown = tiles(told((replace(outcome, lookups=looked), log)))
     assert "<b>25.0%</b><span>of prompt tokens found on prefill workers" in shown and "on decode workers" not in shown
@@ -143,8 +134,8 @@ def test_every_picture_is_one_even_of_a_run_with_nothing_in_it():
 def test_a_page_shows_where_kv_lies_and_what_came_from_where_only_where_any_is_kept(run):
     outcome, log = run
     assert "Where KV lies" not in report.page(told(run))
-    lying = replace(log, lies={(WorkerId("prefill-0"), Place.DRAM): [(1.0, 512)]}, came=[(2.0, Tier.DRAM, 512)])
-    moved = {(Tier.DRAM, Tier.HBM): Moved(pages=1, missed=2, tokens=512, num_bytes=3e9, seconds=0.5, moves=2)}
+    lying = replace(log, lies={(WorkerId("prefill-0"), KVLocation.DRAM): [(1.0, 512)]}, came=[(2.0, Tier.DRAM, 512)])
+    moved = {(Tier.DRAM, Tier.HBM): MoveStats(pages=1, missed=2, tokens=512, num_bytes=3e9, seconds=0.5, moves=2)}
     text = report.page(told((replace(outcome, moved=moved), lying)))
     assert 'alt="where KV lies' in text
     assert "<td>dram</td><td>hbm</td><td>512</td><td>3</td><td>2</td><td>250</td><td>2</td>" in text
@@ -153,9 +144,9 @@ def test_a_page_shows_where_kv_lies_and_what_came_from_where_only_where_any_is_k
 def test_a_gantt_shows_a_window_of_the_busiest_worker_and_no_more_rows_than_fit():
     log = SpanLog()
     for index in range(20 * report.MOST_SPANS):
-        log.did(WorkSpan(WorkerId(f"prefill-{index % 20}"), Work.PREFILL, index, index + 1, 5))
+        log.did(WorkSpan(WorkerId(f"prefill-{index % 20}"), WorkKind.PREFILL, index, index + 1, 5))
     for index in range(3 * report.MOST_SPANS):
-        log.did(WorkSpan(WorkerId("decode-0"), Work.DECODE, 2 * index, 2 * index + 1, 1))
+        log.did(WorkSpan(WorkerId("decode-0"), WorkKind.DECODE, 2 * index, 2 * index + 1, 1))
     start_s, stop_s = report.window(log)
     assert (start_s, stop_s) == (2 * report.MOST_SPANS, 4 * report.MOST_SPANS - 1)
     assert "5 more workers" in report.gantt(log)[1]
@@ -165,7 +156,7 @@ def test_a_gantt_shows_a_window_of_the_busiest_worker_and_no_more_rows_than_fit(
 def test_decode_steps_without_a_gap_and_of_one_batch_are_one_span():
     log = SpanLog()
     for start_s, amount in ((0.0, 2), (1.0, 2), (2.0, 3), (4.0, 3)):
-        log.did(WorkSpan(WorkerId("decode-0"), Work.DECODE, start_s, start_s + 1, amount))
+        log.did(WorkSpan(WorkerId("decode-0"), WorkKind.DECODE, start_s, start_s + 1, amount))
     assert [(span.start_s, span.done_s) for span in log.spans] == [(0.0, 2.0), (2.0, 3.0), (4.0, 5.0)]
 
 

@@ -16,7 +16,7 @@ from jdisagg.sim.cluster_spec import FREE_LINK, by_roofline, cluster_spec, plain
 from jdisagg.sim.cost_models import Model, RingRoofline, Roofline
 from jdisagg.sim.hardware import hardware
 from jdisagg.sim.measured import cluster_spec_of
-from jdisagg.sim.planner.space import Space
+from jdisagg.sim.planner.space import CandidateSource
 from jdisagg.sim.shared import simulated
 from jdisagg.sim.traces import Trace, poisson
 from tests.sim.profiles import LATENCY_S, profile, step_s
@@ -121,9 +121,9 @@ def test_a_profiled_rings_turns_lie_between_those_that_were_timed():
 
 
 def test_the_space_has_rings_where_they_are_asked_for_and_of_decode_workers_alone():
-    meshes = {str(each.mesh) for each in Space(4, schedules=tuple(Schedule), chunks=(512,))}
+    meshes = {str(each.mesh) for each in CandidateSource(4, schedules=tuple(Schedule), chunks=(512,))}
     assert {"prefill:2xtp1,decode:ring2", "prefill:2xtp1,decode:pp2"} <= meshes
-    assert not any("ring" in str(each.mesh) for each in Space(4, chunks=(512,)))
+    assert not any("ring" in str(each.mesh) for each in CandidateSource(4, chunks=(512,)))
     assert all(
         pool.role is Role.DECODE for each in meshes for pool in MeshSpec.parse(each).pools if "ring" in str(pool)
     )

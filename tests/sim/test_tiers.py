@@ -33,8 +33,8 @@ from jdisagg.sim.cost_models import Model, Roofline
 from jdisagg.sim.hardware import hardware, model_of
 from jdisagg.sim.outcome import Outcome
 from jdisagg.sim.shared import simulated
-from jdisagg.sim.simulation import Place, SpanLog
-from jdisagg.sim.tiers import SharedPool, SimulatedTiers, TierSpec, TierSpeed, rates_said, tier_speeds
+from jdisagg.sim.simulation import KVLocation, SpanLog
+from jdisagg.sim.tiers import SharedPool, SimulatedTiers, TierRate, TierSpec, rates_said, tier_speeds
 from jdisagg.sim.traces import Trace
 from tests.sim.cases import worker
 from tests.sim.test_prefix_caching import EXCERPT, hit_rate, signature
@@ -97,7 +97,7 @@ def test_what_left_hbm_comes_back_from_dram_and_first_tokens_come_earlier():
 
 def test_a_move_takes_its_bytes_at_the_tiers_bandwidth_and_ways_are_taken_in_turn():
     name = WorkerId("prefill-0")
-    spec = TierSpec({name: {tier: TierSpeed(1e9, 0.5) for tier in Tier}})
+    spec = TierSpec({name: {tier: TierRate(1e9, 0.5) for tier in Tier}})
     tiers = SimulatedTiers(spec, (worker("prefill-0", Role.PREFILL, page_size=100),), {name: 1e6})
 
     def move(source: Tier, destination: Tier, now_s: float, ready_s: float) -> float:
@@ -141,7 +141,7 @@ def test_a_log_knows_at_every_moment_where_kv_lies_and_what_came_back():
     for (name, place), curve in log.lies.items():
         times = [at_s for at_s, _ in curve]
         assert times == sorted(times) and all(tokens >= 0 for _, tokens in curve), (name, place)
-        room = {Place.POOL: 200_000, Place.DRAM: 80_000 + PAGE}.get(place, HBM_TOKENS)
+        room = {KVLocation.POOL: 200_000, KVLocation.DRAM: 80_000 + PAGE}.get(place, HBM_TOKENS)
         assert max(tokens for _, tokens in curve) <= room
     came = {tier: sum(tokens for _, source, tokens in log.came if source is tier) for tier in (Tier.DRAM, Tier.POOL)}
     assert came == {tier: outcome.moved[tier, Tier.HBM].tokens for tier in came}

@@ -37,7 +37,7 @@ from jdisagg.serve.deploy.assemble import build
 from jdisagg.serve.deploy.deployment import resolve_deployment
 from jdisagg.serve.driver.local_service import LocalService
 from jdisagg.serve.driver.service import Service
-from jdisagg.sim.rerun import Measured, Rerun, between, measure, rerun
+from jdisagg.sim.rerun import MeasuredRun, RerunCluster, between, measure, rerun
 from tests.serve.scripted import FIXTURE
 from tests.sim.cases import request, worker
 from tests.steps import runs_prefill
@@ -155,11 +155,11 @@ def line_of(each: Recorded) -> str:
     return json.dumps(fields)
 
 
-def kinds(measured: Measured, kind: type) -> int:
+def kinds(measured: MeasuredRun, kind: type) -> int:
     return sum(isinstance(effect, kind) for entry in measured.entries for effect in entry.effects)
 
 
-def check_same(journal: Journalled) -> Measured:
+def check_same(journal: Journalled) -> MeasuredRun:
     header, entries = journal
     measured = rerun(header, entries)
     assert len(measured.entries) == len(entries) and kinds(measured, RunStep)
@@ -195,7 +195,7 @@ def test_another_scheduler_is_found_out(toys, change):
     measured = measure(header, entries)
     other = replace(header, workers=tuple(replace(each, **change) for each in header.workers))
     with pytest.raises(JournalError, match="event"):
-        Rerun(other, measured).compare()
+        RerunCluster(other, measured).compare()
 
 
 def test_a_plan_that_takes_longer_is_found_out(toys):
@@ -205,7 +205,7 @@ def test_a_plan_that_takes_longer_is_found_out(toys):
     )
     measured.steps[key] = answer._replace(took_s=answer.took_s + 5e-3)
     with pytest.raises(JournalError, match="event"):
-        Rerun(toys[0], measured).compare()
+        RerunCluster(toys[0], measured).compare()
 
 
 def test_a_token_that_was_not_drawn_is_found_out(toys):
@@ -217,7 +217,7 @@ def test_a_token_that_was_not_drawn_is_found_out(toys):
     slots = [(slot, drawn and (replace(drawn[0], token=96 - drawn[0].token),)) for slot, drawn in answer.event.decode]
     measured.steps[key] = answer._replace(event=replace(answer.event, decode=tuple(slots)))
     with pytest.raises(JournalError, match="StepDone"):
-        Rerun(toys[0], measured).compare()
+        RerunCluster(toys[0], measured).compare()
 
 
 def test_an_effect_that_differs_is_named(toys):
@@ -225,7 +225,7 @@ def test_an_effect_that_differs_is_named(toys):
     entry = next(each for each in measured.entries if any(runs_prefill(effect) for effect in each.effects))
     entry.effects.insert(0, ShipKV(None))  # type: ignore[arg-type]
     with pytest.raises(JournalError, match=r"effect 1 live .*ShipKV"):
-        Rerun(toys[0], measured).compare()
+        RerunCluster(toys[0], measured).compare()
 
 
 def test_a_journal_of_other_actors_is_refused(toys):

@@ -45,7 +45,7 @@ from jdisagg.core.tiers import DropPages, InsertPages, MovePages, Tier
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.executor import PendingStep
 from jdisagg.engine.runner import HeldStep
-from jdisagg.engine.toy import ToyExecutor, ToyFault, ToyShipment
+from jdisagg.engine.toy import ToyError, ToyExecutor, ToyShipment
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.worker.worker import Worker
 from tests.policy.tier_yard import TierYard
@@ -230,13 +230,13 @@ class World:
         done_s = start_s + self.costs.of_step(plan)
         try:
             if self._failing[actor] > 0 or self.injector.occurs(self.injector.faults.fail_plan):
-                raise ToyFault(f"an injected fault in step {plan.step_id}")
+                raise ToyError(f"an injected fault in step {plan.step_id}")
             pending = self._dispatch(actor, effect, start_s, done_s)
             if isinstance(pending, HeldStep) and not pending.done:
                 self._held.append((actor, plan, pending))
                 return
             result = pending.read()
-        except ToyFault as fault:
+        except ToyError as fault:
             self._failing[actor] += 1
             self._at(self.now_s, actor, EngineFailed(plan.step_id, str(fault)))
             return

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.training.data import Corpus, Phase, read_corpus
+from jdisagg.training.data import CorpusFiles, TrainingPhase, read_corpus
 from jdisagg.training.run import RunSettings, TrainSettings
 from jdisagg.training.step import OptimiserSettings
 
@@ -36,7 +36,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def corpus(library: Path) -> Corpus:
+def corpus(library: Path) -> CorpusFiles:
     return read_corpus(library)
 
 
@@ -55,7 +55,7 @@ def settings(tmp_path: Path) -> TrainSettings:
         ),
         model=ModelConfig("llama", 320, 32, 48, 1, 4, 2, 8, 64, tie_embeddings=True),
         optimiser=OptimiserSettings(learning_rate=3e-3, warmup_steps=1, decay_steps=3),
-        phases=(Phase(4, 32, 2), Phase(2, 64, 1)),
+        phases=(TrainingPhase(4, 32, 2), TrainingPhase(2, 64, 1)),
     )
 
 

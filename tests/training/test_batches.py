@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.training.data import Phase, batch_at, phase_at, tokens_before, total_steps
+from jdisagg.training.data import TrainingPhase, batch_at, phase_at, tokens_before, total_steps
 
 STREAM = np.arange(1000, dtype=np.uint16)
-PHASES = (Phase(12, 32, 5), Phase(3, 128, 1))
+PHASES = (TrainingPhase(12, 32, 5), TrainingPhase(3, 128, 1))
 
 
 def test_the_same_step_gives_the_same_batch_and_another_seed_another() -> None:
@@ -38,4 +38,4 @@ def test_steps_behind_the_end_and_streams_too_short_are_named_errors() -> None:
     with pytest.raises(ConfigError, match="step 15 lies behind the last phase, which ends at 15"):
         batch_at(STREAM, PHASES, 1, 15)
     with pytest.raises(ConfigError, match="1000 training tokens hold 0 windows of 512 tokens; a batch takes 4"):
-        batch_at(STREAM, (Phase(1, 512, 4),), 1, 0)
+        batch_at(STREAM, (TrainingPhase(1, 512, 4),), 1, 0)

@@ -5,8 +5,8 @@ from pathlib import Path
 from jdisagg.training.data import (
     END_OF_TEXT,
     SPECIALS,
-    Corpus,
-    Document,
+    CorpusFiles,
+    SourceFile,
     as_chat,
     is_held_out,
     lessons,
@@ -16,7 +16,7 @@ from jdisagg.training.data import (
 )
 
 
-def test_held_out_files_never_appear_in_training_data(corpus: Corpus) -> None:
+def test_held_out_files_never_appear_in_training_data(corpus: CorpusFiles) -> None:
     assert corpus.held_out
     tokenizer = make_tokenizer((document.text for document in corpus.training), 320)
     stream = token_stream(corpus.training, tokenizer, lesson_share=1.0, seed=0)
@@ -28,11 +28,11 @@ def test_held_out_files_never_appear_in_training_data(corpus: Corpus) -> None:
     assert text.count(END_OF_TEXT) == 2 * len(corpus.training)  # each file, and its one function as a chat
 
 
-def _mark(document: Document) -> str:
+def _mark(document: SourceFile) -> str:
     return f"mark-{1000 + int(document.name.split('module')[1].removesuffix('.py'))}-"
 
 
-def test_the_split_depends_on_the_name_alone(library: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_the_split_depends_on_the_name_alone(library: Path, corpus: CorpusFiles, tmp_path: Path) -> None:
     for document in corpus.held_out + corpus.training:
         copy = tmp_path / document.name
         copy.parent.mkdir(exist_ok=True)
@@ -48,7 +48,7 @@ def test_about_three_in_a_hundred_names_are_held_out() -> None:
     assert is_held_out("socket.py") and not is_held_out("os.py")
 
 
-def test_tests_and_other_encodings_are_left_out(corpus: Corpus) -> None:
+def test_tests_and_other_encodings_are_left_out(corpus: CorpusFiles) -> None:
     names = {document.name for document in corpus.training + corpus.held_out}
     assert len(names) == 100
     assert "latin.py" not in names and "test/test_module.py" not in names
@@ -67,7 +67,7 @@ def test_a_lesson_asks_for_a_function_by_its_docstring_and_answers_unindented() 
     def undocumented(self):
         return [item for item in self.items if item is not None and item != 0]
 '''
-    found = lessons(Document("stack.py", source))
+    found = lessons(SourceFile("stack.py", source))
     assert [lesson.wish for lesson in found] == ["Write the function push: Put item on top."]
     assert found[0].answer.startswith('def push(self, item):\n    """Put item on top.')
     assert found[0].answer.endswith("    return len(self.items)\n")
@@ -75,10 +75,10 @@ def test_a_lesson_asks_for_a_function_by_its_docstring_and_answers_unindented() 
 
 
 def test_sources_of_another_python_teach_no_lesson() -> None:
-    assert lessons(Document("old.py", "print 'hello'\n")) == []
+    assert lessons(SourceFile("old.py", "print 'hello'\n")) == []
 
 
-def test_any_text_survives_the_tokenizer(corpus: Corpus) -> None:
+def test_any_text_survives_the_tokenizer(corpus: CorpusFiles) -> None:
     tokenizer = make_tokenizer((document.text for document in corpus.training), 320)
     text = "déjà vu: 漢字 \U0001f600\ttabs\r\n  and\x00bytes"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text

@@ -6,15 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.training.data import Corpus, Document, make_tokenizer
+from jdisagg.training.data import CorpusFiles, SourceFile, make_tokenizer
 from jdisagg.training.run import TrainSettings, bits_per_byte, cut_windows, make_meter, thinned, token_bytes
 from jdisagg.training.step import new_network
 
-TEXTS = (Document("one.py", "x = 'é漢'\n" * 9), Document("two.py", "y = 2\n"))
+TEXTS = (SourceFile("one.py", "x = 'é漢'\n" * 9), SourceFile("two.py", "y = 2\n"))
 
 
 @pytest.mark.parametrize("length", [7, 64])
-def test_windows_count_every_byte_once(corpus: Corpus, length: int) -> None:
+def test_windows_count_every_byte_once(corpus: CorpusFiles, length: int) -> None:
     tokenizer = make_tokenizer((document.text for document in corpus.training), 320)
     windows = cut_windows(TEXTS, tokenizer, length)
     assert windows.text_bytes == sum(len(document.text.encode()) for document in TEXTS)
@@ -31,7 +31,7 @@ def test_a_model_that_knows_nothing_needs_log2_of_the_vocabulary_a_token(setting
     assert bits_per_byte(make_meter(network), blank, windows, batch=3) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_thinned_check_counts_the_bytes_of_its_own_windows(corpus: Corpus) -> None:
+def test_a_thinned_check_counts_the_bytes_of_its_own_windows(corpus: CorpusFiles) -> None:
     tokenizer = make_tokenizer((document.text for document in corpus.training), 320)
     windows = cut_windows(corpus.held_out, tokenizer, 16)
     check = thinned(windows, 3, tokenizer)
@@ -40,6 +40,6 @@ def test_a_thinned_check_counts_the_bytes_of_its_own_windows(corpus: Corpus) -> 
     assert thinned(windows, len(windows.tokens), tokenizer).text_bytes == windows.text_bytes
 
 
-def test_special_tokens_stand_for_no_bytes(corpus: Corpus) -> None:
+def test_special_tokens_stand_for_no_bytes(corpus: CorpusFiles) -> None:
     sizes = token_bytes(make_tokenizer((document.text for document in corpus.training), 320))
     assert np.array_equal(sizes[:4], [0, 0, 0, 0]) and sizes[4:260].tolist() == [1] * 256

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.model.network import Attention
-from jdisagg.training.data import CHAT_TEMPLATE, Lesson, as_chat, make_tokenizer
+from jdisagg.training.data import CHAT_TEMPLATE, ChatSample, as_chat, make_tokenizer
 from jdisagg.training.run import TrainSettings, export, model_config_json, rounded
 from jdisagg.training.step import new_network
 
@@ -79,9 +79,9 @@ def test_the_chat_template_writes_what_the_lessons_taught(
     template = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
     assert template == CHAT_TEMPLATE
     chat = [{"role": "user", "content": "Write f."}, {"role": "assistant", "content": "def f(): ...\n"}]
-    assert jinja2.Template(template).render(messages=chat) == as_chat(Lesson("Write f.", "def f(): ...\n"))
+    assert jinja2.Template(template).render(messages=chat) == as_chat(ChatSample("Write f.", "def f(): ...\n"))
     asked = jinja2.Template(template).render(messages=chat[:1], add_generation_prompt=True)
-    assert as_chat(Lesson("Write f.", "def f(): ...\n")).startswith(asked)
+    assert as_chat(ChatSample("Write f.", "def f(): ...\n")).startswith(asked)
 
 
 def test_the_exported_tokenizer_reads_back_the_same(

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.training.data import Corpus
-from jdisagg.training.run import Report, TrainSettings, finish, open_run, override, read_reports, train
+from jdisagg.training.data import CorpusFiles
+from jdisagg.training.run import TrainingReport, TrainSettings, finish, open_run, override, read_reports, train
 
 
-def _figures(reports: list[Report]) -> list[tuple[int, float, float, float | None]]:
+def _figures(reports: list[TrainingReport]) -> list[tuple[int, float, float, float | None]]:
     return [(report.step, report.loss, report.gradient_norm, report.held_out) for report in reports]
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_identical_losses(settings: TrainSettings, corpus: Corpus, tmp_path: Path) -> None:
+def test_a_resumed_run_has_identical_losses(settings: TrainSettings, corpus: CorpusFiles, tmp_path: Path) -> None:
     whole = train(open_run(settings, corpus, resume=True), corpus)
     parted = override(settings, out_dir=str(tmp_path / "parted"))
     first = open_run(parted, corpus, resume=True)
@@ -29,7 +29,9 @@ def test_a_resumed_run_has_identical_losses(settings: TrainSettings, corpus: Cor
     assert whole[-1].loss < whole[0].loss
 
 
-def test_work_behind_the_last_checkpoint_is_done_again_and_told_once(settings: TrainSettings, corpus: Corpus) -> None:
+def test_work_behind_the_last_checkpoint_is_done_again_and_told_once(
+    settings: TrainSettings, corpus: CorpusFiles
+) -> None:
     run = open_run(settings, corpus, resume=True)
     train(run, corpus, stop_at=3)
     log = Path(settings.run.out_dir) / "log.jsonl"
@@ -42,13 +44,13 @@ def test_work_behind_the_last_checkpoint_is_done_again_and_told_once(settings: T
     assert read_reports(log)[3].loss < 99.0
 
 
-def test_a_folder_with_a_run_is_not_overwritten(settings: TrainSettings, corpus: Corpus) -> None:
+def test_a_folder_with_a_run_is_not_overwritten(settings: TrainSettings, corpus: CorpusFiles) -> None:
     train(open_run(settings, corpus, resume=False), corpus, stop_at=1)
     with pytest.raises(ConfigError, match="already holds a run of 1 steps"):
         open_run(settings, corpus, resume=False)
 
 
-def test_a_finished_run_leaves_folder_summary_plot_and_samples(settings: TrainSettings, corpus: Corpus) -> None:
+def test_a_finished_run_leaves_folder_summary_plot_and_samples(settings: TrainSettings, corpus: CorpusFiles) -> None:
     run = open_run(replace(settings, phases=settings.phases[:1]), corpus, resume=True)
     summary = finish(run, corpus, train(run, corpus))
     exported = Path(settings.run.export_dir)

@@ -9,17 +9,17 @@ import pytest
 
 from jdisagg.core.errors import CheckpointError, ConfigError
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.training.data import Corpus
+from jdisagg.training.data import CorpusFiles
 from jdisagg.training.run import TrainSettings, finish, open_run, train
 from jdisagg.training.step import logits_of, new_network
-from jdisagg.training.teacher import Teacher, TeacherSettings, agreement, answers_of, open_teacher, pupil_of
+from jdisagg.training.teacher import TeacherModel, TeacherSettings, agreement, answers_of, open_teacher, pupil_of
 
 KNOWING = ModelConfig("llama", 320, 32, 48, 2, 4, 2, 8, 64, tie_embeddings=True)
 ASKED = TeacherSettings("", answers=3, answer_tokens=9, prompt_tokens=4, temperatures=(0.0,), batch=2)
 
 
 def test_answers_are_what_a_whole_forward_thinks_likeliest_behind_prompts_of_the_corpus():
-    teacher, stream = Teacher(ASKED, KNOWING, new_network(KNOWING, 1)), np.arange(300, dtype=np.uint16)
+    teacher, stream = TeacherModel(ASKED, KNOWING, new_network(KNOWING, 1)), np.arange(300, dtype=np.uint16)
     written = answers_of(teacher, stream, seed=5).reshape(3, 13)
     for answer in written:
         assert answer[:4].tolist() == list(range(answer[0], answer[0] + 4))
@@ -31,14 +31,14 @@ def test_answers_are_what_a_whole_forward_thinks_likeliest_behind_prompts_of_the
 
 def test_answers_at_a_temperature_are_others_for_another_seed():
     hot = replace(ASKED, temperatures=(1.0,))
-    teacher, stream = Teacher(hot, KNOWING, new_network(KNOWING, 1)), np.arange(300, dtype=np.uint16)
+    teacher, stream = TeacherModel(hot, KNOWING, new_network(KNOWING, 1)), np.arange(300, dtype=np.uint16)
     one, other, again = (answers_of(teacher, stream, seed) for seed in (1, 2, 1))
     assert one.tolist() == again.tolist() != other.tolist()
 
 
 @pytest.mark.slow
 def test_a_pupil_begins_as_its_teacher_cut_short_and_learns_what_is_missing(
-    settings: TrainSettings, corpus: Corpus, tmp_path: Path
+    settings: TrainSettings, corpus: CorpusFiles, tmp_path: Path
 ):
     schooled = replace(settings, model=replace(settings.model, num_layers=2))
     run = open_run(schooled, corpus, resume=True)
@@ -59,7 +59,7 @@ def test_a_pupil_begins_as_its_teacher_cut_short_and_learns_what_is_missing(
 
 
 def test_a_pupil_of_other_sizes_begins_with_nothing():
-    teacher = Teacher(ASKED, KNOWING, new_network(KNOWING, 1))
+    teacher = TeacherModel(ASKED, KNOWING, new_network(KNOWING, 1))
     small = replace(KNOWING, hidden_size=16)
     same = new_network(small, 7)
     assert all(map(jnp.array_equal, pupil_of(teacher, small, 7).leaves, same.leaves))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
-from jdisagg.engine.draw_declarations import Drawn
-from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, SamplingMetadata
+from jdisagg.engine.draw_declarations import SamplingShapes
+from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, SamplingTensors
 from jdisagg.engine.spec.draft_layers import ROWS, WIPED, DraftLayers
 from jdisagg.engine.spec.drafting import LATE, DraftPrograms, history_length
 from jdisagg.kv.pools import abstract_pool
@@ -20,7 +20,7 @@ from jdisagg.parallel.submesh import Program
 
 
 def declared_drafts(
-    programs: DraftPrograms, slots: Drawn, widths: Sequence[Drawn], config: WorkerConfig
+    programs: DraftPrograms, slots: SamplingShapes, widths: Sequence[SamplingShapes], config: WorkerConfig
 ) -> Iterator[DeclaredProgram]:
     """Yields the programs of `DraftingDecoder`: `slots` that sample, and for each width the rows of tokens and
     drafts."""
@@ -54,7 +54,9 @@ def declared_drafts(
         yield from _of_width(programs, slots, rows, length)
 
 
-def _of_width(programs: DraftPrograms, slots: Drawn, rows: Drawn, length: int) -> Iterator[DeclaredProgram]:
+def _of_width(
+    programs: DraftPrograms, slots: SamplingShapes, rows: SamplingShapes, length: int
+) -> Iterator[DeclaredProgram]:
     number = slots.rows
     drafts, logits = rows.rows // number - 1, rows.logits
     history, state, reported = slots.ints(number, length), slots.ints(4, number), slots.ints(number, 2 + drafts)
@@ -75,7 +77,7 @@ def _guesses(layers: DraftLayers, stage: int, slots: int, length: int) -> Iterat
         return whole(layers.submesh, shape)
 
     floats = whole(layers.submesh, (slots, FLOAT_COLUMNS), jnp.float32)
-    metadata: Any = SamplingMetadata(ints(slots, INT_COLUMNS), floats)  # pyright: ignore[reportArgumentType]
+    metadata: Any = SamplingTensors(ints(slots, INT_COLUMNS), floats)  # pyright: ignore[reportArgumentType]
     held = ints(slots, length), ints(4, slots), ints(slots), ints(slots)
     for size in layers.worker.draft_sizes:
         for width in layers.worker.table_buckets:

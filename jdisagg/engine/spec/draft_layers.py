@@ -30,14 +30,14 @@ from jdisagg.core.steps import Admission, KVTransfer
 from jdisagg.core.worker_config import DRAFT_READS, DRAFT_READS_LATELY, WorkerConfig
 from jdisagg.engine.decode import POSITION, TOKEN
 from jdisagg.engine.layer_group import Chunks, LayerGroup, running
-from jdisagg.engine.prefill import Packed, unread_chunks
-from jdisagg.engine.sampling import TEMPERATURE, SamplingMetadata, pick, pick_greedy
+from jdisagg.engine.prefill import PackedChunks, unread_chunks
+from jdisagg.engine.sampling import TEMPERATURE, SamplingTensors, pick, pick_greedy
 from jdisagg.kv.pools import POOL_SPEC
 from jdisagg.kv.shipping import HeadSlices, insert_shard
 from jdisagg.model.draft_head import HeadModel
 from jdisagg.model.params import StageParams, StageSpec, load_stage
-from jdisagg.model.sources import Source
-from jdisagg.parallel.submesh import WHOLE, Program, Submesh
+from jdisagg.model.sources import TensorSource
+from jdisagg.parallel.submesh import WHOLE, Program, StageMesh
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 
@@ -51,7 +51,7 @@ FREE = -2  # a position for which a draft is wanted
 class DraftModel:
     """A draft model and the source of its weights."""
 
-    source: Source
+    source: TensorSource
     config: ModelConfig
     name: str = "draft"  # distinguishes draft models and their weights
 
@@ -63,7 +63,7 @@ class DraftLayers(LayerGroup):
         self,
         params: StageParams,
         config: ModelConfig,
-        submesh: Submesh,
+        submesh: StageMesh,
         pages: DraftPages,
         worker: WorkerConfig,
     ) -> None:
@@ -112,7 +112,7 @@ class DraftLayers(LayerGroup):
         place = self.submesh.put((table, np.asarray(admission.position, np.int32)))
         return self.found_program(self.kv.pools[:1], *place).addressable_data(0)
 
-    def read(self, packed: Packed, chunks: Chunks | None = None) -> None:
+    def read(self, packed: PackedChunks, chunks: Chunks | None = None) -> None:
         """Runs the draft model over chunks of prompts; chunks: their copy on this submesh, if there is one."""
         if chunks is None or len(packed.rows) > ROWS:  # adapters belong to the served model
             chunks = Chunks(*self.submesh.put((packed.rows[:ROWS], packed.spans, packed.table)))
@@ -130,7 +130,7 @@ class DraftLayers(LayerGroup):
         """Returns (draft tokens i32[B, drafts], fed) on the device that samples. Positions of `given` that are not FREE
         are kept. FREE remains for slots with more unread tokens than the program reads."""
         here = self.submesh.spread
-        held = here(history), here(state), here(fed), here(widths), here(given), SamplingMetadata(*map(here, metadata))
+        held = here(history), here(state), here(fed), here(widths), here(given), SamplingTensors(*map(here, metadata))
         self.kv.pools, guess, fed = self.guess_program(self.params.leaves, self.kv.pools, table, *held)
         return guess.addressable_data(0), fed.addressable_data(0)
 
@@ -144,7 +144,7 @@ class DraftLayers(LayerGroup):
         fed: Array,
         widths: Array,
         given: Array,
-        metadata: SamplingMetadata,
+        metadata: SamplingTensors,
     ) -> tuple[list[Pool] | Array, ...]:
         """Makes the drafts; fed i32[B]: tokens with KV in the pages, rejected drafts possibly among them."""
         position, wanted = state[POSITION], running(state) & (widths > 1)
@@ -212,7 +212,7 @@ def rows_of(tokens: Array, positions: Array, enabled: Array) -> Array:
     return jnp.stack([each.reshape(-1) for each in rows])
 
 
-def drawn_alike(logits: Array, metadata: SamplingMetadata, positions: Array) -> Array:
+def drawn_alike(logits: Array, metadata: SamplingTensors, positions: Array) -> Array:
     """Returns i32[B]: the token that each slot would sample from these logits."""
 
     def drawn(logits: Array) -> Array:
@@ -222,7 +222,7 @@ def drawn_alike(logits: Array, metadata: SamplingMetadata, positions: Array) -> 
     return jnp.maximum(jax.lax.cond(any_drawn, drawn, pick_greedy, logits), 0)
 
 
-class Beside(Protocol):
+class DraftSettings(Protocol):
     """The settings that a draft model takes from the executor of the served model."""
 
     @property
@@ -233,7 +233,9 @@ class Beside(Protocol):
     def dtype(self) -> DTypeLike: ...
 
 
-def open_draft(place: Beside, worker: WorkerConfig, model: ModelConfig, submesh: Submesh) -> DraftLayers | None:
+def open_draft(
+    place: DraftSettings, worker: WorkerConfig, model: ModelConfig, submesh: StageMesh
+) -> DraftLayers | None:
     """Loads the draft model of a worker on its last stage; None if the worker neither drafts nor runs it for others.
     model: the served model."""
     draft, guesses = place.draft, worker.role.decodes and worker.draft_tokens

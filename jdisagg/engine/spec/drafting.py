@@ -30,20 +30,20 @@ from jdisagg.engine.decode import (
     STOPPED,
     TOKEN,
     Decoder,
-    Drawing,
     DrawnRows,
-    Microbatch,
+    MicrobatchState,
+    PendingSamples,
     advanced,
 )
-from jdisagg.engine.draw_declarations import Drawn
+from jdisagg.engine.draw_declarations import SamplingShapes
 from jdisagg.engine.layer_group import Chunks, LayerGroup, running
 from jdisagg.engine.prefill import UnreadChunks, picks
 from jdisagg.engine.sampling import (
     FREQUENCY,
     REPETITION,
     BatchSampling,
-    Counts,
-    SamplingMetadata,
+    SamplingTensors,
+    TokenCounters,
     counted,
     is_plain,
     penalised,
@@ -54,7 +54,7 @@ from jdisagg.engine.sampling import (
 )
 from jdisagg.engine.spec.draft_layers import FREE, LATELY, DraftLayers
 from jdisagg.engine.spec.grammar_masks import masked
-from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.grammars.grammars import CompiledGrammars
 from jdisagg.parallel.submesh import Program
 
 # Verification: each row of a slot samples, and the draft is accepted up to the first row that sampled another token.
@@ -70,7 +70,7 @@ def noted(history: Array, state: Array) -> Array:
     return history.at[slots, places].set(state[TOKEN], mode="drop")
 
 
-def taken(history: Array, state: Array, wide: Array, tokens: Array, metadata: SamplingMetadata) -> Any:
+def taken(history: Array, state: Array, wide: Array, tokens: Array, metadata: SamplingTensors) -> Any:
     """Returns (history, state, reported i32[B, 2 + drafts]) after sampling `tokens` i32[B * (1 + drafts)]. wide: the
     state of the rows. A slot's tokens are reported as long as each row was fed what the row before sampled, and MASKED
     after that. The last column is the number of drafted tokens."""
@@ -85,18 +85,18 @@ def taken(history: Array, state: Array, wide: Array, tokens: Array, metadata: Sa
     return history, going.at[ENABLED].set(state[ENABLED]), jnp.stack([*reported, guesses], axis=1)
 
 
-def repeated(metadata: SamplingMetadata, rows: int) -> SamplingMetadata:
+def repeated(metadata: SamplingTensors, rows: int) -> SamplingTensors:
     """Returns the metadata with each slot's entry repeated for each of its rows."""
     times = rows // metadata.ints.shape[0]
-    return SamplingMetadata(*(jnp.repeat(each, times, axis=0) for each in metadata))
+    return SamplingTensors(*(jnp.repeat(each, times, axis=0) for each in metadata))
 
 
-def verified_greedy(history: Array, state: Array, wide: Array, logits: Array, metadata: SamplingMetadata) -> Any:
+def verified_greedy(history: Array, state: Array, wide: Array, logits: Array, metadata: SamplingTensors) -> Any:
     return taken(history, state, wide, pick_greedy(logits), metadata)
 
 
 def verified(
-    history: Array, state: Array, wide: Array, logits: Array, metadata: SamplingMetadata, counts: Counts
+    history: Array, state: Array, wide: Array, logits: Array, metadata: SamplingTensors, counts: TokenCounters
 ) -> Any:
     """Samples and verifies with all sampling parameters: `taken` for logits f32[B * (1 + drafts), V]."""
     penalties, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
@@ -107,7 +107,7 @@ def verified(
     return taken(history, state, wide, pick(logits, own, None, wide[POSITION] + 1), metadata)
 
 
-def penalised_ahead(logits: Array, wide: Array, metadata: SamplingMetadata, counts: Counts) -> Array:
+def penalised_ahead(logits: Array, wide: Array, metadata: SamplingTensors, counts: TokenCounters) -> Array:
     """Returns logits f32[B * (1 + drafts), V], penalised as if all tokens fed to the slot before a row had been
     sampled."""
     slots, vocab_size = counts.output.shape
@@ -118,7 +118,7 @@ def penalised_ahead(logits: Array, wide: Array, metadata: SamplingMetadata, coun
     return jnp.stack(rows, axis=1).reshape(logits.shape)
 
 
-def counted_drafts(counts: Counts, reported: Array) -> Counts:
+def counted_drafts(counts: TokenCounters, reported: Array) -> TokenCounters:
     """Returns the counts with all sampled tokens of the drafts' rows added."""
     for column in range(reported.shape[1] - 1):
         counts = counted(counts, reported[:, column])
@@ -131,7 +131,7 @@ def drafts_logprobs(logits: Array, reported: Array) -> tuple[Array, Array, Array
 
 
 @dataclass(frozen=True)
-class PendingDrafts:
+class PendingDraftSamples:
     """The samples of rows with drafts, being copied to the host."""
 
     plan: DecodeRows
@@ -175,7 +175,7 @@ KNOWN_AFTER = 2  # steps after which the result of a program is on the host, so 
 
 
 @dataclass(frozen=True)
-class PendingDraftRead:
+class PendingDraftLookup:
     """The number of a slot's tokens that the draft's pages hold, being copied to the host."""
 
     step: int
@@ -183,14 +183,14 @@ class PendingDraftRead:
     found: Array  # i32[]
 
 
-class DraftReading:
+class DraftProgress:
     """Tracks how much draft KV the slots of one microbatch have, by row."""
 
-    def __init__(self, layers: DraftLayers, batch: Microbatch) -> None:
+    def __init__(self, layers: DraftLayers, batch: MicrobatchState) -> None:
         self.layers, self.batch, self.steps = layers, batch, 0
         self.fed: Array = batch.put(np.zeros(batch.size, np.int32))  # tokens whose KV is in the pages
         self.arriving: dict[int, Admission] = {}  # admitted slots whose pages may still be in transfer
-        self.lookups: dict[int, PendingDraftRead] = {}
+        self.lookups: dict[int, PendingDraftLookup] = {}
         self.unread: dict[int, int] = {}  # upper bound of the tokens before the next one without KV
         worker = layers.worker
         self.places = batch.put((np.arange(layers.primed_tokens, dtype=np.int32), np.int32(worker.page_size)))
@@ -228,7 +228,7 @@ class DraftReading:
             found = self.layers.found(admission)
             self._restart(row, found)
             found.copy_to_host_async()
-            self.lookups[row], self.unread[row] = PendingDraftRead(self.steps, admission.position, found), 0
+            self.lookups[row], self.unread[row] = PendingDraftLookup(self.steps, admission.position, found), 0
         self.arriving.clear()
         for row, lookup in list(self.lookups.items()):
             if self.steps >= lookup.step + KNOWN_AFTER:
@@ -338,7 +338,7 @@ class HeadSteps(Protocol):
 
     @property
     def programs(self) -> list[Program]: ...
-    def declared(self, slots: Drawn, widths: Sequence[Drawn]) -> Iterator[DeclaredProgram]: ...
+    def declared(self, slots: SamplingShapes, widths: Sequence[SamplingShapes]) -> Iterator[DeclaredProgram]: ...
 
 
 class DraftPrograms:
@@ -365,12 +365,12 @@ class DraftPrograms:
         return NGRAM if self.layers is None and self.head is None else DRAFT
 
 
-class Guesses:
+class DraftBuffers:
     """The device state from which the drafts of one microbatch are made."""
 
-    def __init__(self, batch: Microbatch, length: int, sizes: Sequence[int], layers: DraftLayers | None) -> None:
+    def __init__(self, batch: MicrobatchState, length: int, sizes: Sequence[int], layers: DraftLayers | None) -> None:
         """Allocates the state; sizes: draft lengths that have programs; layers: of the draft model, if there is one."""
-        self.reading = None if layers is None else DraftReading(layers, batch)
+        self.reading = None if layers is None else DraftProgress(layers, batch)
         self.history: Array = batch.put(np.zeros((batch.size, length), np.int32))
         self.widths: Array = batch.put(np.zeros(batch.size, np.int32))
         self.sent = np.zeros(batch.size, np.int32)  # the widths as last sent
@@ -386,13 +386,13 @@ class Guesses:
         row[: len(held)] = held
         return row
 
-    def send_widths(self, batch: Microbatch, plan: DecodeRows) -> None:
+    def send_widths(self, batch: MicrobatchState, plan: DecodeRows) -> None:
         widths = np.zeros(batch.size, np.int32)
         widths[[slot - batch.first_slot for slot in plan.active]] = plan.widths
         if not np.array_equal(widths, self.sent):
             self.widths, self.sent = batch.put(widths), widths
 
-    def given(self, batch: Microbatch, size: int) -> Array:
+    def given(self, batch: MicrobatchState, size: int) -> Array:
         """Returns the host's drafts i32[B, size] for rows with a grammar; FREE for all other rows."""
         if not batch.masks.places:
             return self.free[size]
@@ -412,15 +412,15 @@ class DraftingDecoder(Decoder):
         layer_groups: Sequence[LayerGroup],
         config: WorkerConfig,
         vocab_size: int,
-        grammars: Grammars | None = None,
+        grammars: CompiledGrammars | None = None,
         layers: DraftLayers | None = None,
     ) -> None:
         super().__init__(layer_groups, config, vocab_size, grammars)
         self.drafts = DraftPrograms(layers)
         sizes = history_length(config), config.draft_sizes
-        self.guesses = [Guesses(batch, *sizes, layers) for batch in self.microbatches]
+        self.guesses = [DraftBuffers(batch, *sizes, layers) for batch in self.microbatches]
 
-    def begin(self, plan: DecodeRows) -> Microbatch:
+    def begin(self, plan: DecodeRows) -> MicrobatchState:
         guesses = self.guesses[plan.microbatch]
         if plan.admit:  # pending tokens belong to the slots' previous sequences
             self._note(self.microbatches[plan.microbatch], guesses)
@@ -446,12 +446,12 @@ class DraftingDecoder(Decoder):
                 wide.copy_to_host_async()
         return batch
 
-    def _admit(self, batch: Microbatch, guesses: Guesses, admission: Admission) -> None:
+    def _admit(self, batch: MicrobatchState, guesses: DraftBuffers, admission: Admission) -> None:
         row = admission.slot - batch.first_slot
         tokens = batch.put((np.asarray(row, np.int32), guesses.tokens_of(admission)))
         guesses.history = self.drafts.set_tokens(guesses.history, *tokens)
 
-    def _read(self, batch: Microbatch, guesses: Guesses, reading: DraftReading, plan: DecodeRows) -> None:
+    def _read(self, batch: MicrobatchState, guesses: DraftBuffers, reading: DraftProgress, plan: DecodeRows) -> None:
         """Lets the draft model process unread tokens of the rows for which this step wants drafts."""
         reading.begin(plan)
         due = reading.due(plan)
@@ -459,7 +459,7 @@ class DraftingDecoder(Decoder):
             self._note(batch, guesses)
             reading.read(due, guesses.history)
 
-    def _guess(self, batch: Microbatch, guesses: Guesses, given: Array, width: int) -> Array:
+    def _guess(self, batch: MicrobatchState, guesses: DraftBuffers, given: Array, width: int) -> Array:
         """Returns the host's drafts, with those of the draft model for other rows; FREE remains for n-grams."""
         layers, reading = self.drafts.layers, guesses.reading
         if layers is None or reading is None:
@@ -472,7 +472,7 @@ class DraftingDecoder(Decoder):
         given, reading.fed = layers.guess(table, *held)
         return given
 
-    def _longest(self, batch: Microbatch, plan: DecodeRows) -> int:
+    def _longest(self, batch: MicrobatchState, plan: DecodeRows) -> int:
         """Makes the host's drafts for rows with grammars and returns the greatest draft length of any row. If a draft
         model is used, it also drafts for rows with a grammar that forces no token."""
         guesses, held = self._guesses_of(batch), batch.masks.places
@@ -487,14 +487,14 @@ class DraftingDecoder(Decoder):
         by_host = held.keys() - set(guesses.judged)
         return max((len(held[row].draft) if row in by_host else width - 1 for row, width in widths.items()), default=0)
 
-    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
+    def inputs(self, group: LayerGroup, batch: MicrobatchState, width: int) -> tuple[Array, ...]:
         """Returns the page table i32[B, width] and the state i32[4, B], or i32[4, B * (1 + drafts)], on the group's
         devices."""
         table, state = super().inputs(group, batch, width)
         wide = self._guesses_of(batch).wide
         return table, state if wide is None else group.submesh.spread(wide)
 
-    def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
+    def finish(self, batch: MicrobatchState, plan: DecodeRows, logits: Array) -> PendingSamples:
         guesses = self._guesses_of(batch)
         if guesses.wide is None:
             return super().finish(batch, plan, logits)
@@ -507,9 +507,9 @@ class DraftingDecoder(Decoder):
             array.copy_to_host_async()
         forced = batch.masks.places.keys() - set(guesses.judged)
         kinds = [GRAMMAR if slot - batch.first_slot in forced else self.drafts.guesser for slot in plan.active]
-        return PendingDrafts(plan, batch.first_slot, reported, wanted, logprobs, kinds)
+        return PendingDraftSamples(plan, batch.first_slot, reported, wanted, logprobs, kinds)
 
-    def _draw(self, batch: Microbatch, logits: Array, sampling: BatchSampling) -> Array:
+    def _draw(self, batch: MicrobatchState, logits: Array, sampling: BatchSampling) -> Array:
         """Samples with the programs of the decoder without drafts; the history gets the tokens later, many steps at
         once."""
         tokens, guesses = super()._draw(batch, logits, sampling), self._guesses_of(batch)
@@ -518,18 +518,20 @@ class DraftingDecoder(Decoder):
             self._note(batch, guesses)
         return tokens
 
-    def _note(self, batch: Microbatch, guesses: Guesses) -> None:
+    def _note(self, batch: MicrobatchState, guesses: DraftBuffers) -> None:
         if guesses.unnoted:
             tokens = [guesses.nothing] * (LATE - len(guesses.unnoted)) + guesses.unnoted
             guesses.history = self.drafts.note(guesses.history, batch.state, *tokens)
             guesses.unnoted.clear()
 
-    def took_turns(self, batch: Microbatch, tokens: Array) -> None:
+    def took_turns(self, batch: MicrobatchState, tokens: Array) -> None:
         """Writes the tokens i32[most, B] of a multi-step dispatch to the history."""
         guesses = self._guesses_of(batch)
         guesses.history = self.drafts.note_turns(guesses.history, batch.state, tokens)
 
-    def _verify(self, batch: Microbatch, guesses: Guesses, wide: Array, logits: Array, plan: DecodeRows) -> Array:
+    def _verify(
+        self, batch: MicrobatchState, guesses: DraftBuffers, wide: Array, logits: Array, plan: DecodeRows
+    ) -> Array:
         all_sampling = batch.batch_sampling(plan.active).each
         if any(sampling.grammar for sampling in all_sampling):
             rows = [slot - batch.first_slot for slot in plan.active]
@@ -544,7 +546,7 @@ class DraftingDecoder(Decoder):
             batch.counts = self.drafts.count(batch.counts, reported)
         return reported
 
-    def _judge(self, batch: Microbatch, judged: Sequence[int], wide: Array) -> None:
+    def _judge(self, batch: MicrobatchState, judged: Sequence[int], wide: Array) -> None:
         """Hands drafts that were made on the device to the grammar masks. The drafts are ready before the layers have
         run, so masks are made while the layers run."""
         if judged:
@@ -552,7 +554,7 @@ class DraftingDecoder(Decoder):
             for row in judged:
                 batch.masks.take_draft(row, rows[TOKEN, row][rows[ENABLED, row] == 1].tolist())
 
-    def _guesses_of(self, batch: Microbatch) -> Guesses:
+    def _guesses_of(self, batch: MicrobatchState) -> DraftBuffers:
         return self.guesses[batch.first_slot // batch.size]
 
 

@@ -25,21 +25,21 @@ from jdisagg.core.steps import Admission, DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.attention import ChunkRows, DecodeAttentionRows, decode_rows, paged_attend, shifted
 from jdisagg.engine.declaration import DeclaredProgram, abstract, local_bytes, logit_bytes, whole
-from jdisagg.engine.decode import POSITION, TOKEN, Drawing, Microbatch
-from jdisagg.engine.draw_declarations import Drawn
-from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroup, LayerGroupPrograms, MixedOut, in_chunks, running
-from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, NEVER, TEMPERATURE, SamplingMetadata, pick_greedy
+from jdisagg.engine.decode import POSITION, TOKEN, MicrobatchState, PendingSamples
+from jdisagg.engine.draw_declarations import SamplingShapes
+from jdisagg.engine.layer_group import SCORE_ROWS, LayerGroup, LayerGroupPrograms, MixedResults, in_chunks, running
+from jdisagg.engine.sampling import FLOAT_COLUMNS, INT_COLUMNS, NEVER, TEMPERATURE, SamplingTensors, pick_greedy
 from jdisagg.engine.spec.draft_layers import FREE, drawn_alike
-from jdisagg.engine.spec.drafting import DraftingDecoder, Guesses
+from jdisagg.engine.spec.drafting import DraftBuffers, DraftingDecoder
 from jdisagg.kv.pools import abstract_pools
 from jdisagg.model.draft_head import DraftHead, HeadModel, HeadParams, load_head
-from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.grammars.grammars import CompiledGrammars
 from jdisagg.model.looped_params import LoopedParams
 from jdisagg.model.lora import AdapterCapacity
 from jdisagg.model.network import Stage, blocks_of
 from jdisagg.model.params import StageParams
 from jdisagg.model.products import TILE_ROWS
-from jdisagg.parallel.submesh import Program, Submesh
+from jdisagg.parallel.submesh import Program, StageMesh
 from pallas_kernels.quantized import stored
 from pallas_kernels.wire_format import Pool
 
@@ -47,7 +47,7 @@ Kinds = tuple[DecodeAttentionRows | None, ChunkRows | None]
 
 
 @dataclass(frozen=True)
-class HeadedParams:
+class EagleParams:
     stage: StageParams
     head: HeadParams
 
@@ -87,7 +87,7 @@ class EagleLayerGroup(LayerGroup):
         params: StageParams,
         config: ModelConfig,
         layers: range,
-        submesh: Submesh,
+        submesh: StageMesh,
         layout: KVLayout,
         worker: WorkerConfig,
         head: HeadModel,
@@ -96,7 +96,7 @@ class EagleLayerGroup(LayerGroup):
     ) -> None:
         super().__init__(params, config, layers, submesh, layout, worker.num_pages, room)
         loaded = load_head(head, submesh.mesh, dtype, embeds=not self.is_first)
-        self.params: Any = HeadedParams(self.params, loaded)
+        self.params: Any = EagleParams(self.params, loaded)
         self.head_config, self.worker, self.dtype = head.config, worker, dtype
         counts = 1 if self.sparse else 0
         self.decode_program = self._program(self.decode_step, 4, 2 + counts)
@@ -112,7 +112,7 @@ class EagleLayerGroup(LayerGroup):
 
     @property
     def turns(self) -> int:
-        params = self.params.stage if isinstance(self.params, HeadedParams) else self.params
+        params = self.params.stage if isinstance(self.params, EagleParams) else self.params
         return params.repeat.turns if isinstance(params, LoopedParams) and params.repeat else 1
 
     @property
@@ -207,7 +207,7 @@ class EagleLayerGroup(LayerGroup):
     def guess(self, table: Array, state: Array, kept: Array, widths: Array, given: Array, metadata: Any) -> Array:
         """Returns drafts i32[B, drafts]; positions of `given` that are not FREE are kept."""
         here = self.submesh.spread
-        held = *(here(each) for each in (state, kept, widths, given)), SamplingMetadata(*map(here, metadata))
+        held = *(here(each) for each in (state, kept, widths, given)), SamplingTensors(*map(here, metadata))
         pools, guess = self.guess_program(self.params.leaves, self.kv.pools[-1:], table, *held)
         self.kv.pools[-1:] = pools
         return guess.addressable_data(0)
@@ -221,7 +221,7 @@ class EagleLayerGroup(LayerGroup):
         kept: Array,
         widths: Array,
         given: Array,
-        metadata: SamplingMetadata,
+        metadata: SamplingTensors,
     ) -> tuple[list[Pool] | Array, ...]:
         """Makes the drafts. For each further token the row's state is what the head made of the row before. A head has
         no adapters: those of the rows are part of the states that it starts from."""
@@ -236,7 +236,7 @@ class EagleLayerGroup(LayerGroup):
             found.append(jnp.where(wanted, token, FREE))
         return pools, jnp.where(given == FREE, jnp.stack(found, axis=1), given)
 
-    def _drawn(self, stage: Stage, head: DraftHead, states: Array, metadata: SamplingMetadata, at: Array) -> Array:
+    def _drawn(self, stage: Stage, head: DraftHead, states: Array, metadata: SamplingTensors, at: Array) -> Array:
         """Returns i32[B]: the token that each slot would sample from such states, among the head's tokens."""
         scores = head.scores(states)
         if scores is None:
@@ -267,13 +267,13 @@ class EagleLayerGroup(LayerGroup):
         self.load.leaves(counts)
         return logits
 
-    def mixed(self, slot_table: Array, state: Array, *rest: Any) -> MixedOut:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def mixed(self, slot_table: Array, state: Array, *rest: Any) -> MixedResults:  # pyright: ignore[reportIncompatibleMethodOverride]
         kept, chunks, x = rest
         batch = slot_table, state, kept, chunks.rows, chunks.spans, chunks.table
         results = self.mixed_program(self.params.leaves, self.kv.pools, *batch, x)
         self.kv.pools, *made, self.states_of_rows = results[:5]
         self.load.leaves(list(results[5:]))
-        return MixedOut(*made)
+        return MixedResults(*made)
 
     # ------------------------------------------------------------ declarations
 
@@ -288,7 +288,7 @@ def declared_guesses(group: EagleLayerGroup, stage: int, slots: int, drafts: int
         return whole(group.submesh, shape)
 
     floats = whole(group.submesh, (slots, FLOAT_COLUMNS), jnp.float32)
-    metadata: Any = SamplingMetadata(ints(slots, INT_COLUMNS), floats)  # pyright: ignore[reportArgumentType]
+    metadata: Any = SamplingTensors(ints(slots, INT_COLUMNS), floats)  # pyright: ignore[reportArgumentType]
     batch = ints(4, slots), *group.carried(slots), ints(slots), ints(slots, drafts), metadata
     layers = group.kv_layers if group.joined else group.kv_layers[-1:]
     held = len(layers), group.worker.num_pages, group.submesh
@@ -353,7 +353,7 @@ class HeadPrograms:
     def programs(self) -> list[Program]:
         return [self.carry, self.forget]
 
-    def declared(self, slots: Drawn, widths: Sequence[Drawn]) -> Iterator[DeclaredProgram]:
+    def declared(self, slots: SamplingShapes, widths: Sequence[SamplingShapes]) -> Iterator[DeclaredProgram]:
         """Yields the head's programs: `slots` that sample, and for each width the rows of tokens and drafts."""
         number, states = slots.rows, self.group.dtype
 
@@ -368,7 +368,7 @@ class HeadPrograms:
             yield from declared_guesses(self.group, slots.stage, number, rows.rows // number - 1)
 
 
-class HeadedDecoder(DraftingDecoder):
+class EagleDecoder(DraftingDecoder):
     """A `DraftingDecoder` over a group that has a draft head."""
 
     def __init__(
@@ -376,7 +376,7 @@ class HeadedDecoder(DraftingDecoder):
         layer_groups: Sequence[LayerGroup],
         config: WorkerConfig,
         vocab_size: int,
-        grammars: Grammars | None = None,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         super().__init__(layer_groups, config, vocab_size, grammars)
         assert isinstance(layer_groups[-1], EagleLayerGroup), "the last stage has the head"
@@ -385,29 +385,29 @@ class HeadedDecoder(DraftingDecoder):
         shape = config.slots_per_microbatch, self.group.config.hidden_size
         self.kept: list[Array] = [batch.put(np.zeros(shape, self.group.dtype)) for batch in self.microbatches]
 
-    def _admit(self, batch: Microbatch, guesses: Guesses, admission: Admission) -> None:
+    def _admit(self, batch: MicrobatchState, guesses: DraftBuffers, admission: Admission) -> None:
         super()._admit(batch, guesses, admission)
         place, row = self._place(batch), batch.put(np.asarray(admission.slot - batch.first_slot, np.int32))
         self.kept[place] = self.head.forget(self.kept[place], row)
 
-    def _guess(self, batch: Microbatch, guesses: Guesses, given: Array, width: int) -> Array:
+    def _guess(self, batch: MicrobatchState, guesses: DraftBuffers, given: Array, width: int) -> Array:
         table = batch.table_on(self.group.submesh, width)
         held = batch.state, self.kept[self._place(batch)], guesses.widths, given, batch.metadata
         return self.group.guess(table, *held)
 
-    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
+    def inputs(self, group: LayerGroup, batch: MicrobatchState, width: int) -> tuple[Array, ...]:
         """Returns the inputs without a head, and for the group with the head the states [B, hidden] before the rows."""
         held = super().inputs(group, batch, width)
         return (*held, group.submesh.spread(self.kept[self._place(batch)])) if group is self.group else held
 
-    def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
+    def finish(self, batch: MicrobatchState, plan: DecodeRows, logits: Array) -> PendingSamples:
         before, states, place = batch.state, self.group.states_of_rows, self._place(batch)
         assert states is not None, "the group's program ran"
         drawing = super().finish(batch, plan, logits)
         self.kept[place] = self.head.carry(self.kept[place], states.addressable_data(0), before, batch.state)
         return drawing
 
-    def _place(self, batch: Microbatch) -> int:
+    def _place(self, batch: MicrobatchState) -> int:
         return batch.first_slot // batch.size
 
 

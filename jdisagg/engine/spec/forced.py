@@ -20,14 +20,24 @@ from jax import Array
 from jdisagg.core.steps import GRAMMAR, DecodeRows
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram, local_bytes
-from jdisagg.engine.decode import ENABLED, MASKED, POSITION, STOPPED, Decoder, Drawing, DrawnRows, Microbatch, advanced
-from jdisagg.engine.draw_declarations import Drawn
+from jdisagg.engine.decode import (
+    ENABLED,
+    MASKED,
+    POSITION,
+    STOPPED,
+    Decoder,
+    DrawnRows,
+    MicrobatchState,
+    PendingSamples,
+    advanced,
+)
+from jdisagg.engine.draw_declarations import SamplingShapes
 from jdisagg.engine.layer_group import LayerGroup
 from jdisagg.engine.sampling import (
     FREQUENCY,
     REPETITION,
-    Counts,
-    SamplingMetadata,
+    SamplingTensors,
+    TokenCounters,
     penalised,
     pick,
     pick_greedy,
@@ -35,7 +45,7 @@ from jdisagg.engine.sampling import (
     token_logprobs,
 )
 from jdisagg.engine.spec.grammar_masks import masked
-from jdisagg.model.grammars.grammars import Grammars
+from jdisagg.model.grammars.grammars import CompiledGrammars
 from jdisagg.parallel.submesh import Program
 
 SLOT, AHEAD, FED, USED = range(4)  # rows of `behind`, i32[4, K]: slot, distance from its last token, token, 1 if used
@@ -48,7 +58,7 @@ def widened(state: Array, behind: Array) -> Array:
     return jnp.concatenate([state, jnp.stack(rows)], axis=1)
 
 
-def taken(state: Array, behind: Array, tokens: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
+def taken(state: Array, behind: Array, tokens: Array, metadata: SamplingTensors) -> tuple[Array, Array]:
     """Returns the state after sampling `tokens` i32[B + K], and the reported token of each row. MASKED is reported from
     where a slot's row was fed another token than the row before sampled, as happens if its logits are not finite."""
     slots, most = state.shape[1], behind.shape[1]
@@ -66,12 +76,12 @@ def taken(state: Array, behind: Array, tokens: Array, metadata: SamplingMetadata
     return going.at[ENABLED].set(state[ENABLED]), jnp.concatenate([first, behind_reported])
 
 
-def draw_forced_greedy(logits: Array, state: Array, behind: Array, metadata: SamplingMetadata) -> tuple[Array, Array]:
+def draw_forced_greedy(logits: Array, state: Array, behind: Array, metadata: SamplingTensors) -> tuple[Array, Array]:
     return taken(state, behind, pick_greedy(logits), metadata)
 
 
 def draw_forced(
-    logits: Array, state: Array, behind: Array, metadata: SamplingMetadata, counts: Counts
+    logits: Array, state: Array, behind: Array, metadata: SamplingTensors, counts: TokenCounters
 ) -> tuple[Array, Array]:
     """Samples with all sampling parameters: `taken` for logits f32[B + K, V]."""
     penalties, neutral = metadata.floats[:, REPETITION : FREQUENCY + 1], jnp.array([[1.0, 0.0, 0.0]])
@@ -83,23 +93,23 @@ def draw_forced(
     return taken(state, behind, drawn, metadata)
 
 
-def of_slots(metadata: SamplingMetadata, slots: Array) -> SamplingMetadata:
-    return SamplingMetadata(*(each[slots] for each in metadata))
+def of_slots(metadata: SamplingTensors, slots: Array) -> SamplingTensors:
+    return SamplingTensors(*(each[slots] for each in metadata))
 
 
-def penalised_behind(logits: Array, behind: Array, metadata: SamplingMetadata, counts: Counts) -> Array:
+def penalised_behind(logits: Array, behind: Array, metadata: SamplingTensors, counts: TokenCounters) -> Array:
     """Returns logits f32[B + K, V], penalised as if all tokens fed to the slot before a row had been sampled."""
     slots, owners = metadata.ints.shape[0], behind[SLOT]
     mine, others = behind[:, :, None], behind[:, None, :]
     before = (mine[SLOT] == others[SLOT]) & (others[AHEAD] <= mine[AHEAD]) & (others[USED] == 1)
     rows = jnp.arange(behind.shape[1])[:, None]
     output = counts.output[owners].at[rows, others[FED]].add(before.astype(jnp.int32))
-    own = Counts(counts.prompt[owners], output)
+    own = TokenCounters(counts.prompt[owners], output)
     parts = penalised(logits[:slots], metadata, counts), penalised(logits[slots:], of_slots(metadata, owners), own)
     return jnp.concatenate(parts)
 
 
-def counted_forced(counts: Counts, behind: Array, reported: Array) -> Counts:
+def counted_forced(counts: TokenCounters, behind: Array, reported: Array) -> TokenCounters:
     """Returns the counts with all sampled tokens added."""
     slots, vocab_size = counts.output.shape
     owners = jnp.concatenate([jnp.arange(slots), behind[SLOT]])
@@ -118,8 +128,8 @@ class ForcedPrograms:
         return [self.widen, self.mask, self.logprobs, self.draw_greedy, self.draw, self.count]
 
 
-def declared_forced(programs: ForcedPrograms, slots: Drawn, rows: Drawn) -> Iterator[DeclaredProgram]:
-    """Yields the programs of `ForcingDecoder`: `slots` that sample, and all `rows` of a step, forced tokens
+def declared_forced(programs: ForcedPrograms, slots: SamplingShapes, rows: SamplingShapes) -> Iterator[DeclaredProgram]:
+    """Yields the programs of `JumpForwardDecoder`: `slots` that sample, and all `rows` of a step, forced tokens
     included."""
     state, behind = slots.ints(4, slots.rows), slots.ints(4, rows.rows - slots.rows)
     reported, held = slots.ints(rows.rows), (rows.logits, state, behind, slots.metadata)
@@ -143,7 +153,7 @@ class ForcedRows:
 
 
 @dataclass(frozen=True)
-class PendingForced:
+class PendingForcedSamples:
     """The samples of a step with forced tokens, being copied to the host."""
 
     plan: DecodeRows
@@ -169,7 +179,7 @@ class PendingForced:
         return tuple((self.first_slot + row, GRAMMAR, len(run)) for row, run in self.runs.items())
 
 
-class ForcingDecoder(Decoder):
+class JumpForwardDecoder(Decoder):
     """A `Decoder` that feeds forced tokens as far as a step has rows for them."""
 
     def __init__(
@@ -177,19 +187,19 @@ class ForcingDecoder(Decoder):
         layer_groups: Sequence[LayerGroup],
         config: WorkerConfig,
         vocab_size: int,
-        grammars: Grammars | None = None,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         super().__init__(layer_groups, config, vocab_size, grammars)
         self.forced = ForcedPrograms()
         self._rows: dict[int, ForcedRows | None] = {}  # by first slot; None: one row per slot
 
-    def begin(self, plan: DecodeRows) -> Microbatch:
+    def begin(self, plan: DecodeRows) -> MicrobatchState:
         batch = super().begin(plan)
         wide = max(plan.widths, default=1) > 1 and not plan.turns and bool(batch.masks.places)
         self._rows[batch.first_slot] = self._with_forced(batch, plan) if wide else None
         return batch
 
-    def _with_forced(self, batch: Microbatch, plan: DecodeRows) -> ForcedRows | None:
+    def _with_forced(self, batch: MicrobatchState, plan: DecodeRows) -> ForcedRows | None:
         """Returns the rows with forced tokens, or None if too few are forced: a wide step must not cost more per
         token."""
         widths = {slot - batch.first_slot: width for slot, width in zip(plan.active, plan.widths, strict=True)}
@@ -207,7 +217,7 @@ class ForcingDecoder(Decoder):
         owners, there = np.concatenate([np.arange(batch.size), behind[SLOT]]), batch.put(behind)
         return ForcedRows(runs, owners, there, self.forced.widen(batch.state, there))
 
-    def inputs(self, group: LayerGroup, batch: Microbatch, width: int) -> tuple[Array, ...]:
+    def inputs(self, group: LayerGroup, batch: MicrobatchState, width: int) -> tuple[Array, ...]:
         """Returns the page table i32[B, width] and the state i32[4, B], or those of B + K rows with the widest table,
         on the group's devices."""
         rows = self._rows[batch.first_slot]
@@ -218,7 +228,7 @@ class ForcingDecoder(Decoder):
             table = np.concatenate([table, adapters[rows.owners, None]], axis=1)
         return group.submesh.put(table), group.submesh.spread(rows.state)
 
-    def finish(self, batch: Microbatch, plan: DecodeRows, logits: Array) -> Drawing:
+    def finish(self, batch: MicrobatchState, plan: DecodeRows, logits: Array) -> PendingSamples:
         rows = self._rows[batch.first_slot]
         if rows is None:
             return super().finish(batch, plan, logits)
@@ -234,7 +244,7 @@ class ForcingDecoder(Decoder):
         logprobs = self.forced.logprobs(logits, reported) if sampling.scored else None
         for array in (reported, *(logprobs or ())):
             array.copy_to_host_async()
-        return PendingForced(plan, batch.first_slot, rows.runs, reported, sampling.wanted, logprobs)
+        return PendingForcedSamples(plan, batch.first_slot, rows.runs, reported, sampling.wanted, logprobs)
 
 
 def pays(forced: int, active: int, slots: int, most: int) -> bool:

@@ -19,7 +19,7 @@ from jdisagg.core.request import SamplingParams
 from jdisagg.core.steps import History
 from jdisagg.core.worker_config import MAX_NGRAM, MIN_NGRAM
 from jdisagg.engine.sampling import NEVER, Put
-from jdisagg.model.grammars.grammars import Grammars, Matcher, mask_words
+from jdisagg.model.grammars.grammars import CompiledGrammars, GrammarState, mask_words
 
 # N-gram drafts on the host: the tokens that followed the last earlier occurrence of the same suffix.
 #
@@ -62,29 +62,29 @@ def before_stop(tokens: Sequence[int], sampling: SamplingParams) -> tuple[int, .
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class GrammarProgress:
     """The progress of one sequence in its grammar."""
 
     sampling: SamplingParams
     tokens: list[int]  # of the prompt, if drafts are made from them, and of the output
     unread: list[int]  # tokens that the matcher has not taken yet
-    matcher: Matcher | None = None  # None: not started yet, or this worker has no grammars
+    matcher: GrammarState | None = None  # None: not started yet, or this worker has no grammars
     draft: tuple[int, ...] = ()  # tokens fed behind the last one in the step being dispatched
 
 
 class GrammarMasks:
     """The masks of B rows, and each row's progress in its grammar."""
 
-    def __init__(self, grammars: Grammars | None, rows: int, vocab_size: int, put: Put) -> None:
+    def __init__(self, grammars: CompiledGrammars | None, rows: int, vocab_size: int, put: Put) -> None:
         """Starts without grammars; put: copies host arrays to the device that samples."""
         self.grammars, self.put, self.rows, self.words = grammars, put, rows, mask_words(vocab_size)
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, GrammarProgress] = {}
 
     def begin(self, row: int, sampling: SamplingParams, history: History) -> None:
         """Starts another sequence in the row, with the tokens of `history`."""
         self.end(row)
         if sampling.grammar:
-            self.places[row] = Place(sampling, [*history.whole], [*history.output])
+            self.places[row] = GrammarProgress(sampling, [*history.whole], [*history.output])
 
     def end(self, row: int) -> None:
         self.places.pop(row, None)
@@ -113,7 +113,7 @@ class GrammarMasks:
         for row, place in self.places.items():
             place.draft = self._draft(place, widths.get(row, 1) - 1, guesses, only_behind)
 
-    def _draft(self, place: Place, most: int, guesses: bool, only_behind: bool) -> tuple[int, ...]:
+    def _draft(self, place: GrammarProgress, most: int, guesses: bool, only_behind: bool) -> tuple[int, ...]:
         matcher = self._matcher(place) if most > 0 else None
         if matcher is None:
             return ()
@@ -160,7 +160,7 @@ class GrammarMasks:
 
     # ------------------------------------------------------------ matchers
 
-    def _fill(self, place: Place, masks: np.ndarray) -> None:
+    def _fill(self, place: GrammarProgress, masks: np.ndarray) -> None:
         """Writes masks u32[1 + n, words]: the next token's, and those behind its draft as far as the grammar accepts
         it."""
         masks[:] = 0
@@ -177,7 +177,7 @@ class GrammarMasks:
             taken += 1
         matcher.undo(taken)
 
-    def _matcher(self, place: Place) -> Matcher | None:
+    def _matcher(self, place: GrammarProgress) -> GrammarState | None:
         """Returns the matcher after it has taken all sampled tokens; None without grammars on this worker."""
         if place.matcher is None:
             if self.grammars is None:

@@ -23,13 +23,13 @@ from jdisagg.core.layout.reshard import Move, StageShape, draft_shape, plan_head
 from jdisagg.core.model_identity import FINGERPRINT_DIGITS, SHORT_DIGITS
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.pools import PagesOfStage
-from jdisagg.kv.shipping import HeadSlices, LandedKV, PackedKV, Seats, padded, slice_shapes
+from jdisagg.kv.shipping import DestinationDevices, HeadSlices, PackedMove, ReceivedSlices, padded, slice_shapes
 
 VERSION = 1
 ALIGNMENT = 64  # bytes
 
 
-class Part(NamedTuple):
+class RecordField(NamedTuple):
     """One array of a record and its location there."""
 
     kind: str
@@ -59,24 +59,24 @@ class RecordLayout:
         return (model,) if self.draft is None else (model, draft_shape(self.draft, 1))
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[RecordField, ...]:
         parts = self._parts(self.layout, range(self.layout.num_layers), 0)
         if self.draft is not None:
             parts += self._parts(self.draft.layout, self.draft.layers, _end(parts[-1]))
         return tuple(parts)
 
-    def _parts(self, layout: KVLayout, layers: range, offset: int) -> list[Part]:
+    def _parts(self, layout: KVLayout, layers: range, offset: int) -> list[RecordField]:
         heads = plan_heads(layout.num_kv_heads, 1, 1)
         shapes = slice_shapes(layout, layout.dtype, layout.num_layers, 1, heads, self.digests, self.wire)
-        parts, slices = list[Part](), kept_slices(shapes, self.digests)
+        parts, slices = list[RecordField](), kept_slices(shapes, self.digests)
         for kind in slices.kinds:
             for each in getattr(slices, kind):
                 shape, dtype = (each.shape[0], *each.shape[2:]), np.dtype(each.dtype)
-                parts.append(Part(kind, offset, shape, dtype, layers))
+                parts.append(RecordField(kind, offset, shape, dtype, layers))
                 offset = _end(parts[-1])
         return parts
 
-    def parts_of(self, layers: range) -> list[Part]:
+    def parts_of(self, layers: range) -> list[RecordField]:
         """Returns the arrays that hold these layers."""
         return [part for part in self.parts if layers.start in part.layers]
 
@@ -88,7 +88,7 @@ class RecordLayout:
         """Returns u8[count, record_bytes] of zeros."""
         return np.zeros((count, self.record_bytes), np.uint8)
 
-    def view(self, records: np.ndarray, part: Part) -> np.ndarray:
+    def view(self, records: np.ndarray, part: RecordField) -> np.ndarray:
         """Returns a view [n, L, heads, ...] of one array of the records u8[n, record_bytes]."""
         cut = records[:, part.offset : part.offset + part.num_bytes]
         return cut.view(part.dtype).reshape(len(records), *part.shape)
@@ -103,7 +103,7 @@ class RecordLayout:
         return own + hashlib.sha256(what.encode()).hexdigest()[: FINGERPRINT_DIGITS - len(own)]
 
 
-def _end(part: Part) -> int:
+def _end(part: RecordField) -> int:
     return part.offset + -(-part.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -112,7 +112,7 @@ def kept_slices(slices: HeadSlices, digests: Digests) -> HeadSlices:
     return slices._replace(digests=slices.digests if digests is Digests.FULL else [], errors=[])
 
 
-def fill_records(form: RecordLayout, records: np.ndarray, packed: Sequence[PackedKV], error_bound: float) -> bool:
+def fill_records(form: RecordLayout, records: np.ndarray, packed: Sequence[PackedMove], error_bound: float) -> bool:
     """Copies the packed pages for `form.shapes` into records, waiting for them. Returns False if an error is over the
     bound."""
     for each in packed:
@@ -131,7 +131,7 @@ def fill_records(form: RecordLayout, records: np.ndarray, packed: Sequence[Packe
     return True
 
 
-def _by_slice(packed: PackedKV) -> dict[str, list[jax.Array]]:
+def _by_slice(packed: PackedMove) -> dict[str, list[jax.Array]]:
     """Returns the arrays of the one destination shard by kind, in the order of heads."""
     kinds, arrays = packed.slices.kinds, packed.device_arrays
     number = len(arrays) // len(kinds)
@@ -141,7 +141,7 @@ def _by_slice(packed: PackedKV) -> dict[str, list[jax.Array]]:
 
 def land_records(
     form: RecordLayout, records: np.ndarray, pages: Sequence[int], stages: Sequence[PagesOfStage], moves: Sequence[Move]
-) -> list[LandedKV]:
+) -> list[ReceivedSlices]:
     """Starts the load of records to the devices of `stages`, for these pages; `moves` are those of the plan."""
     landed = []
     for move in moves:
@@ -150,10 +150,10 @@ def land_records(
         kinds = [part.kind for part in form.parts_of(move.route.layers)]
         arrays = list(_slices(form, records[start:stop], move, count))
         width = move.route.heads.slices_per_destination * len(kinds)
-        devices = Seats.of(stages[stage], width, len(kinds))
+        devices = DestinationDevices.of(stages[stage], width, len(kinds))
         slices = devices.joined(jax.device_put(arrays, devices.devices), kinds)
         landed.append(
-            LandedKV(move.route.destination_stage, move.route.layers, slices, padded(pages[start:stop], count))
+            ReceivedSlices(move.route.destination_stage, move.route.layers, slices, padded(pages[start:stop], count))
         )
     return landed
 

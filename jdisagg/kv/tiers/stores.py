@@ -18,14 +18,14 @@ from jdisagg.core.model_identity import SHORT_DIGITS
 from jdisagg.kv.tiers.records import DIGEST_BYTES, digest_of
 
 
-class PoolFailed(OSError):
+class PoolError(OSError):
     """Raised when a pool did not answer, or not in time."""
 
 
 Good = tuple[bool, ...]  # one per page, in order
 
 
-class Store(Protocol):
+class PageStore(Protocol):
     """A store of page records. Reader threads call it; calls block. Raises OSError if the store does not answer."""
 
     def put(self, pages: Sequence[int], names: Sequence[bytes], records: np.ndarray) -> Good:
@@ -56,7 +56,7 @@ BLOCK = 4096  # records begin at multiples of this size
 THREADS = 4
 
 
-class FileInUse(ConfigError):
+class FileInUseError(ConfigError):
     """Raised when another worker uses the file."""
 
 
@@ -84,7 +84,7 @@ class DiskStore:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise FileInUse(f"--disk_path: {self.path} is in use by another worker") from error
+            raise FileInUseError(f"--disk_path: {self.path} is in use by another worker") from error
 
     def _open(self, fingerprint: str) -> None:
         header = os.pread(self._file, HEADER.size, 0)

@@ -18,7 +18,7 @@ import jdisagg
 from jdisagg.core.codec import convert
 from jdisagg.core.errors import ConfigError, DecodeError, PeerMismatch, TransferRefused
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.inproc import Inproc
+from jdisagg.kv.transport.inproc import InprocTransport
 from jdisagg.kv.transport.jax_transfer import jax_transfer
 from jdisagg.kv.transport.shm import shm
 from jdisagg.kv.transport.tcp import tcp
@@ -111,7 +111,7 @@ def _shared(name: str, mine: Capability, theirs: Capability) -> bool:
 def open_transport(name: str, config: TransportConfig) -> Transport:
     """A new transport of that name. Raises ConfigError where there is none."""
     makers: dict[str, Callable[[TransportConfig], Transport]] = {
-        "inproc": Inproc,
+        "inproc": InprocTransport,
         "shm": shm,
         "jax_transfer": jax_transfer,
         "tcp": tcp,

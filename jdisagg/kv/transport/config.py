@@ -42,7 +42,7 @@ class TokenBucket:
         return self._at_s + max(0.0, self._level - self.burst_bytes) / self.bytes_per_s + self.latency_s
 
 
-class Link:
+class EmulatedLink:
     """A token bucket shared by several threads. Set it in the `TransportConfig` of the destination."""
 
     def __init__(self, gbit_per_s: float, latency_s: float = 0.0) -> None:
@@ -90,7 +90,7 @@ class TransportConfig:
     max_connections: int = 256
     tls_server: ssl.SSLContext | None = field(default=None, repr=False)
     tls_client: ssl.SSLContext | None = field(default=None, repr=False)
-    link: Link | None = None  # emulated link: pulls take as long as they would over it
+    link: EmulatedLink | None = None  # emulated link: pulls take as long as they would over it
     clock: Clock = time.monotonic
 
     def __post_init__(self) -> None:

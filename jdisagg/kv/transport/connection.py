@@ -102,7 +102,7 @@ MAX_RECORD_BYTES = 1 << 20
 SEND_BYTES = 1 << 20  # per call: short enough to check the deadline between two calls
 
 
-class Connection:
+class KVConnection:
     """A connected socket with deadlines; `peer` names the other end in errors."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:

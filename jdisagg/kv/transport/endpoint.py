@@ -30,14 +30,14 @@ from jdisagg.core.errors import (
     TransportError,
 )
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.connection import Connection, Deadline, tune
-from jdisagg.kv.transport.listener import Ended, Listener, Offer, OfferTable, greet, split_address
+from jdisagg.kv.transport.connection import Deadline, KVConnection, tune
+from jdisagg.kv.transport.listener import Listener, Offer, OfferOutcome, OfferTable, greet, split_address
 from jdisagg.kv.transport.ticket import Held, Ticket, TransferId, issue, verify
 
 # The part that differs between transports: how the bytes move.
 
 
-class Backend(Protocol):
+class TransportBackend(Protocol):
     """The data path of one transport. Any thread may call; calls that block take a deadline."""
 
     name: str
@@ -50,11 +50,11 @@ class Backend(Protocol):
         """Source, at the offer: prepares without waiting. May raise TransferFull."""
         ...
 
-    def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
+    def grant(self, offer: Offer, connection: KVConnection) -> dict[str, Any]:
         """Source: waits until the offer can be sent; returns what the destination needs to receive it."""
         ...
 
-    def send(self, offer: Offer, connection: Connection) -> None:
+    def send(self, offer: Offer, connection: KVConnection) -> None:
         """Source, after the grant: sends the bytes."""
         ...
 
@@ -67,7 +67,7 @@ class Backend(Protocol):
         ticket: Ticket,
         room: Any,
         grant: dict[str, Any],
-        connection: Connection,
+        connection: KVConnection,
         devices: Sequence[Any],
         deadline: Deadline,
     ) -> list[Array]:
@@ -82,7 +82,7 @@ class Backend(Protocol):
         """Destination: returns True if the source may reuse its memory now."""
         ...
 
-    def release(self, offer: Offer, how: Ended) -> None:
+    def release(self, offer: Offer, how: OfferOutcome) -> None:
         """Source: frees what the offer holds, called once at its end."""
         ...
 
@@ -107,10 +107,10 @@ class ConnectionPool:
     def __init__(self, config: TransportConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._idle: dict[str, list[tuple[Connection, float]]] = {}
+        self._idle: dict[str, list[tuple[KVConnection, float]]] = {}
         self._closed = False
 
-    def ask(self, address: str, record: dict[str, Any], deadline: Deadline) -> tuple[Connection, dict[str, Any]]:
+    def ask(self, address: str, record: dict[str, Any], deadline: Deadline) -> tuple[KVConnection, dict[str, Any]]:
         """Returns the reply and its connection. An idle connection that has died is replaced by a new one, once."""
         idle = self._take(address)
         if idle is not None:
@@ -121,7 +121,7 @@ class ConnectionPool:
         connection = self._open(address, deadline)
         return connection, exchange(connection, record, deadline)
 
-    def give_back(self, address: str, connection: Connection) -> None:
+    def give_back(self, address: str, connection: KVConnection) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.setdefault(address, []).append((connection, self._config.clock()))
@@ -157,7 +157,7 @@ class ConnectionPool:
         with self._lock:
             return sum(len(connections) for connections in self._idle.values())
 
-    def _take(self, address: str) -> Connection | None:
+    def _take(self, address: str) -> KVConnection | None:
         with self._lock:
             connections = self._idle.get(address)
             return connections.pop()[0] if connections else None
@@ -169,10 +169,10 @@ class ConnectionPool:
         for connection, _ in connections:
             connection.close()
 
-    def _open(self, address: str, deadline: Deadline) -> Connection:
+    def _open(self, address: str, deadline: Deadline) -> KVConnection:
         deadline_s = min(deadline.deadline_s, self._config.clock() + self._config.control_timeout_s)
         sock = connect(address, deadline, deadline_s)
-        connection = Connection(sock, f"the source at {address}")
+        connection = KVConnection(sock, f"the source at {address}")
         try:
             self._secure(connection, address, deadline)
             self._handshake(connection, deadline)
@@ -181,7 +181,7 @@ class ConnectionPool:
             raise
         return connection
 
-    def _handshake(self, connection: Connection, deadline: Deadline) -> None:
+    def _handshake(self, connection: KVConnection, deadline: Deadline) -> None:
         """Runs the handshake within the time of a control message, so that a silent source fails the pull early."""
         most_s = self._config.control_timeout_s
         try:
@@ -190,7 +190,7 @@ class ConnectionPool:
             deadline.left_s()  # raises if the whole pull is over
             raise PeerDead(f"{deadline.what}: {connection.peer} did not greet us within {most_s:g} s") from error
 
-    def _secure(self, connection: Connection, address: str, deadline: Deadline) -> None:
+    def _secure(self, connection: KVConnection, address: str, deadline: Deadline) -> None:
         if self._config.tls_client is not None and not address.startswith(UNIX):
             connection.socket.settimeout(min(deadline.left_s(), self._config.control_timeout_s))
             try:
@@ -201,7 +201,7 @@ class ConnectionPool:
                 raise PeerMismatch(f"no TLS with {connection.peer}: {error}") from error
 
 
-def exchange(connection: Connection, record: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+def exchange(connection: KVConnection, record: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
     """Sends a request and returns its reply; closes the connection if either fails."""
     try:
         connection.send_record(record, deadline)
@@ -249,7 +249,7 @@ def _target(address: str) -> tuple[socket.AddressFamily, Any]:
 class OfferServer:
     """Answers requests about the offers in `offers`. Any thread may call."""
 
-    def __init__(self, config: TransportConfig, backend: Backend) -> None:
+    def __init__(self, config: TransportConfig, backend: TransportBackend) -> None:
         self._config, self._backend = config, backend
         self.offers = OfferTable(config.offer_limit_bytes, config.clock, backend.release)
 
@@ -259,10 +259,10 @@ class OfferServer:
         try:
             self._backend.prepare_offer(offer)
         except BaseException:
-            self.offers.end(ticket.id, Ended.CANCELLED)
+            self.offers.end(ticket.id, OfferOutcome.CANCELLED)
             raise
 
-    def answer(self, connection: Connection, record: dict[str, Any]) -> None:
+    def answer(self, connection: KVConnection, record: dict[str, Any]) -> None:
         """Serves one request of the listener, in its connection's thread."""
         what, number, tag = record.get("do"), record.get("id"), record.get("tag")
         if not isinstance(number, int) or not isinstance(tag, str):
@@ -275,14 +275,14 @@ class OfferServer:
         elif what == "pull":
             self._answer_pull(connection, number, reply)
         elif what in ("ack", "cancel"):
-            self.offers.end(number, Ended.ACKED if what == "ack" else Ended.CANCELLED)
+            self.offers.end(number, OfferOutcome.ACKED if what == "ack" else OfferOutcome.CANCELLED)
             connection.send_record({}, reply)
         elif what == "ask":
             connection.send_record({"ended": ended or ""}, reply)
         else:
             raise BadTicket(f"{connection.peer} asks for {str(what)[:40]!r}, which is none of pull, ack, cancel, ask")
 
-    def _answer_pull(self, connection: Connection, number: int, reply: Deadline) -> None:
+    def _answer_pull(self, connection: KVConnection, number: int, reply: Deadline) -> None:
         try:
             offer = self.offers.grant(number)
         except TransferRefused as error:
@@ -292,7 +292,7 @@ class OfferServer:
             connection.send_record(self._backend.grant(offer, connection), offer.deadline)
             self._backend.send(offer, connection)
         except BaseException as error:
-            self.offers.end(number, Ended.BROKEN)
+            self.offers.end(number, OfferOutcome.BROKEN)
             if isinstance(error, TransferRefused):  # the arrays are lost, and the backend has sent nothing
                 connection.send_record(refusal(error), reply)
                 return
@@ -309,13 +309,13 @@ REFUSALS = {each.__name__: each for each in (TransferRefused, TransferFull, Tran
 class Endpoint:
     """The `Transport` between processes over one backend."""
 
-    def __init__(self, config: TransportConfig, backend: Backend) -> None:
+    def __init__(self, config: TransportConfig, backend: TransportBackend) -> None:
         self.config, self.backend, self.name = config, backend, backend.name
         self._server = OfferServer(config, backend)
         self._offers = self._server.offers
         self._pool = ConnectionPool(config)
         self._lock = threading.Lock()
-        self._pulls: dict[int, tuple[Deadline, list[Connection]]] = {}
+        self._pulls: dict[int, tuple[Deadline, list[KVConnection]]] = {}
         self._late_acks: dict[int, Ticket] = {}
         listener, self.address = backend.listen()
         self._listener = Listener(listener, config, self._server.answer, self._tick)
@@ -373,7 +373,7 @@ class Endpoint:
         return self.config.link.send(self.config.clock() - copied_s, ticket.nbytes)
 
     @contextlib.contextmanager
-    def _closed_on_failure(self, ticket: Ticket, connection: Connection):
+    def _closed_on_failure(self, ticket: Ticket, connection: KVConnection):
         """Lets `cancel` cut the connection. A refusal keeps it open; any other error closes it, which informs the
         source."""
         self._pulls[ticket.id][1].append(connection)
@@ -393,14 +393,14 @@ class Endpoint:
             reply = self._control("ask", ticket, deadline_s)
         except TransportError:
             return error
-        kinds = {Ended.CANCELLED: TransferCancelled, Ended.EXPIRED: TransferTimeout}
+        kinds = {OfferOutcome.CANCELLED: TransferCancelled, OfferOutcome.EXPIRED: TransferTimeout}
         end = str(reply.get("ended", ""))
-        return kinds[Ended(end)](f"{deadline.what}: the source ended it: {end}") if end in kinds else error
+        return kinds[OfferOutcome(end)](f"{deadline.what}: the source ended it: {end}") if end in kinds else error
 
     def ack(self, ticket: Ticket) -> bool:
         assert ticket.id not in self._pulls, f"ticket {ticket.id} was acked while it is being pulled"
         if ticket.address == self.address:
-            self._offers.end(ticket.id, Ended.ACKED_HERE)
+            self._offers.end(ticket.id, OfferOutcome.ACKED_HERE)
             return True
         if self.backend.may_ack(ticket):
             return self._notify("ack", ticket)
@@ -417,7 +417,7 @@ class Endpoint:
             for connection in connections:
                 connection.cut()
         if ticket.address == self.address:
-            self._offers.end(ticket.id, Ended.CANCELLED)
+            self._offers.end(ticket.id, OfferOutcome.CANCELLED)
             return True
         return self._notify("cancel", ticket)
 

@@ -12,11 +12,11 @@ from jax import Array
 from jdisagg.core.errors import TransferRefused
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.connection import Deadline
-from jdisagg.kv.transport.listener import Ended, Offer, OfferTable
+from jdisagg.kv.transport.listener import Offer, OfferOutcome, OfferTable
 from jdisagg.kv.transport.ticket import Held, Ticket, TransferId, issue, verify
 
 
-class Inproc:
+class InprocTransport:
     """The transport whose two ends are this object. `pull` returns before the arrays have arrived or been computed."""
 
     name = "inproc"
@@ -44,7 +44,7 @@ class Inproc:
         try:
             arrays_there = jax.device_put(sources, list(devices))
         except RuntimeError as error:
-            self._offers.end(ticket.id, Ended.BROKEN)
+            self._offers.end(ticket.id, OfferOutcome.BROKEN)
             raise TransferRefused(f"pull {ticket.id}: an offered array is lost ({error})") from error
         if self.config.link is not None:
             self._wait_for_link(offer, sources, deadline)
@@ -60,11 +60,11 @@ class Inproc:
         deadline.wait_until(self.config.link.send(self.config.clock(), offer.ticket.nbytes))
 
     def ack(self, ticket: Ticket) -> bool:
-        self._offers.end(ticket.id, Ended.ACKED)
+        self._offers.end(ticket.id, OfferOutcome.ACKED)
         return True
 
     def cancel(self, ticket: Ticket) -> bool:
-        self._offers.end(ticket.id, Ended.CANCELLED)
+        self._offers.end(ticket.id, OfferOutcome.CANCELLED)
         return True
 
     def expire(self, now_s: float) -> list[Ticket]:
@@ -77,5 +77,5 @@ class Inproc:
         self._offers.end_all()
 
 
-def _release_nothing(_offer: Offer, _how: Ended) -> None:
+def _release_nothing(_offer: Offer, _how: OfferOutcome) -> None:
     """Does nothing; the table drops the arrays itself."""

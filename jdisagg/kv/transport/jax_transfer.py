@@ -29,9 +29,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jdisagg.core.errors import BadTicket, PeerDead, TransferFull
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.connection import Connection, Deadline
+from jdisagg.kv.transport.connection import Deadline, KVConnection
 from jdisagg.kv.transport.endpoint import Endpoint
-from jdisagg.kv.transport.listener import Ended, Offer, listen_tcp, split_address
+from jdisagg.kv.transport.listener import Offer, OfferOutcome, listen_tcp, split_address
 from jdisagg.kv.transport.ticket import DTYPES, ID_BITS, Ticket
 
 SOCKETS = 4  # for data; with none the server reaches only its own process
@@ -65,7 +65,7 @@ class JaxBackend:
     def prepare_offer(self, offer: Offer) -> None:
         """Does nothing yet: the server would keep an offer that is never pulled."""
 
-    def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
+    def grant(self, offer: Offer, connection: KVConnection) -> dict[str, Any]:
         arrays = list(offer.arrays)
         offer.deadline.wait_computed(arrays, connection.must_be_quiet)
         with self._lock:
@@ -76,7 +76,7 @@ class JaxBackend:
         server.await_pull(offer.ticket.id, arrays, timeout=in_seconds(offer.deadline.left_s() + LINGER_S))
         return {"server": server.address()}
 
-    def send(self, offer: Offer, connection: Connection) -> None:
+    def send(self, offer: Offer, connection: KVConnection) -> None:
         """Sends nothing; the server does when the destination's server asks."""
 
     def prepare(self, ticket: Ticket) -> int:
@@ -95,7 +95,7 @@ class JaxBackend:
         ticket: Ticket,
         room: int,
         grant: dict[str, Any],
-        connection: Connection,
+        connection: KVConnection,
         devices: Sequence[Any],
         deadline: Deadline,
     ) -> list[Array]:
@@ -128,10 +128,10 @@ class JaxBackend:
     def may_ack(self, ticket: Ticket) -> bool:
         return True
 
-    def release(self, offer: Offer, how: Ended) -> None:
+    def release(self, offer: Offer, how: OfferOutcome) -> None:
         """Deletes arrays that were handed to the server and not fetched, since the server would keep them."""
         server, arrays = offer.staged or (None, ())
-        if server is not None and how not in (Ended.ACKED, Ended.ACKED_HERE):
+        if server is not None and how not in (OfferOutcome.ACKED, OfferOutcome.ACKED_HERE):
             with self._lock:
                 self._source = None if server is self._source else self._source
             for array in arrays:
@@ -185,7 +185,7 @@ def start_server(address: str) -> Any:
     )
 
 
-def wait_landed(arrays: Sequence[Any], connection: Connection, deadline: Deadline) -> None:
+def wait_landed(arrays: Sequence[Any], connection: KVConnection, deadline: Deadline) -> None:
     """Waits for the arrays. Raises PeerDead if the other server went away, or what the deadline raises."""
     while not all(array.is_ready() for array in arrays):
         connection.must_be_quiet()

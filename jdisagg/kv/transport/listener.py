@@ -31,7 +31,7 @@ from jdisagg.core.errors import (
     TransportError,
 )
 from jdisagg.kv.transport.config import Identity, TransportConfig
-from jdisagg.kv.transport.connection import Clock, Connection, Deadline, tune
+from jdisagg.kv.transport.connection import Clock, Deadline, KVConnection, tune
 from jdisagg.kv.transport.ticket import Ticket
 
 # The source's offers, each from its creation to its one end, with its bytes and the reason of its end.
@@ -39,7 +39,7 @@ from jdisagg.kv.transport.ticket import Ticket
 REMEMBERED = 4096  # ended offers whose outcome a late pull can still learn
 
 
-class Ended(StrEnum):
+class OfferOutcome(StrEnum):
     ACKED = "acked"  # the destination acknowledged, and no longer reads our memory
     ACKED_HERE = "acked at the source"  # the destination may still read the memory it adopted
     CANCELLED = "cancelled"
@@ -62,11 +62,11 @@ class Offer:
 class OfferTable:
     """Offers by id. Any thread may call; `release(offer, how)` runs once per offer, outside the lock."""
 
-    def __init__(self, limit_bytes: int, clock: Clock, release: Callable[[Offer, Ended], None]) -> None:
+    def __init__(self, limit_bytes: int, clock: Clock, release: Callable[[Offer, OfferOutcome], None]) -> None:
         self.limit_bytes, self._clock, self._release = limit_bytes, clock, release
         self._lock = threading.Lock()
         self._offers: dict[int, Offer] = {}
-        self._past: OrderedDict[int, Ended] = OrderedDict()
+        self._past: OrderedDict[int, OfferOutcome] = OrderedDict()
 
     def add(self, ticket: Ticket, arrays: list[Array], deadline_s: float) -> Offer:
         """Adds an offer. Raises TransferFull if its bytes would exceed the limit."""
@@ -94,7 +94,7 @@ class OfferTable:
             offer.is_pulled = True
         return offer
 
-    def end(self, number: int, how: Ended) -> bool:
+    def end(self, number: int, how: OfferOutcome) -> bool:
         """Ends an offer. Returns False if it had ended before or never existed."""
         with self._lock:
             offer = self._offers.pop(number, None)
@@ -114,15 +114,15 @@ class OfferTable:
         """Ends every offer whose deadline has passed."""
         with self._lock:
             due = [each.ticket for each in self._offers.values() if each.deadline.deadline_s <= now_s]
-        return [ticket for ticket in due if self.end(ticket.id, Ended.EXPIRED)]
+        return [ticket for ticket in due if self.end(ticket.id, OfferOutcome.EXPIRED)]
 
     def end_all(self) -> None:
         with self._lock:
             left = list(self._offers)
         for number in left:
-            self.end(number, Ended.CANCELLED)
+            self.end(number, OfferOutcome.CANCELLED)
 
-    def ended(self, number: int) -> Ended | None:
+    def ended(self, number: int) -> OfferOutcome | None:
         """Returns how the offer ended; None if it has not, or is no longer remembered."""
         with self._lock:
             return self._past.get(number)
@@ -152,7 +152,7 @@ NONCE_BYTES = 32
 HANDSHAKE_BYTES = 8 << 10  # the longest record of a handshake
 
 
-def answer(connection: Connection, config: TransportConfig, deadline: Deadline) -> None:
+def answer(connection: KVConnection, config: TransportConfig, deadline: Deadline) -> None:
     """Runs the source's half of the handshake. Raises PeerMismatch after a reply to the peer."""
     nonce = secrets.token_hex(NONCE_BYTES)
     connection.send_record({"jdisagg": PROTOCOL, "nonce": nonce}, deadline)
@@ -164,7 +164,7 @@ def answer(connection: Connection, config: TransportConfig, deadline: Deadline) 
     compare(config.identity, reply["identity"], connection.peer)
 
 
-def greet(connection: Connection, config: TransportConfig, deadline: Deadline) -> None:
+def greet(connection: KVConnection, config: TransportConfig, deadline: Deadline) -> None:
     """Runs the destination's half of the handshake. Raises PeerMismatch."""
     challenge = connection.receive_record(deadline, HANDSHAKE_BYTES)
     if challenge.get("jdisagg") != PROTOCOL:
@@ -290,7 +290,7 @@ TICK_S = 0.5
 PAUSE_S = 0.05  # before the next try if no connection can be accepted for lack of descriptors
 BACKLOG = 128
 MAX_PENDING_HANDSHAKES = 64  # connections in the middle of their handshake
-Serve = Callable[[Connection, dict[str, Any]], None]
+Serve = Callable[[KVConnection, dict[str, Any]], None]
 
 
 def listen_tcp(config: TransportConfig) -> tuple[socket.socket, str]:
@@ -330,7 +330,7 @@ class Listener:
         self._listener, self._config, self._serve, self._tick = listener, config, serve, tick
         self._lock = threading.Lock()
         self._handshakes = PendingHandshakes(MAX_PENDING_HANDSHAKES, config.control_timeout_s, config.clock)
-        self._connections: dict[threading.Thread, Connection] = {}
+        self._connections: dict[threading.Thread, KVConnection] = {}
         self._closed = False
         self._acceptor = threading.Thread(target=self._accept, name="kv-listener", daemon=True)
         self._acceptor.start()
@@ -373,7 +373,7 @@ class Listener:
 
     def _admit(self, sock: socket.socket) -> None:
         tune(sock)
-        connection = Connection(sock, f"the peer at {_name_of(sock)}")
+        connection = KVConnection(sock, f"the peer at {_name_of(sock)}")
         thread = threading.Thread(target=self._serve_connection, args=(connection,), name="kv-sender", daemon=True)
         with self._lock:
             if len(self._connections) >= self._config.max_connections + 2 * MAX_PENDING_HANDSHAKES:
@@ -382,7 +382,7 @@ class Listener:
             self._connections[thread] = connection
         thread.start()
 
-    def _serve_connection(self, connection: Connection) -> None:
+    def _serve_connection(self, connection: KVConnection) -> None:
         try:
             handshake = Deadline("handshake", self._config.clock() + self._config.control_timeout_s, self._config.clock)
             with self._handshakes.admit(_host_of(connection.socket), connection.cut):
@@ -400,7 +400,7 @@ class Listener:
             with self._lock:
                 del self._connections[threading.current_thread()]
 
-    def _secure(self, connection: Connection, deadline: Deadline) -> None:
+    def _secure(self, connection: KVConnection, deadline: Deadline) -> None:
         if self._config.tls_server is not None and connection.socket.family != socket.AF_UNIX:
             connection.socket.settimeout(deadline.left_s())
             try:

@@ -68,7 +68,7 @@ def anonymous(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size)
 
 
-class Buffers:
+class BufferPool:
     """A pool of anonymous memory, at most `limit_bytes` leased and spare together. Any thread may call. With another
     `make`, which may register its memory with a device, buffers are kept until the end."""
 

@@ -30,10 +30,10 @@ from nixl_cu12 import nixl_agent, nixl_agent_config, nixl_thread_sync_t  # pyrig
 
 from jdisagg.core.errors import BadTicket, PeerDead, TransferRefused
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.connection import Connection, Deadline
+from jdisagg.kv.transport.connection import Deadline, KVConnection
 from jdisagg.kv.transport.endpoint import Endpoint, exchange
-from jdisagg.kv.transport.listener import Ended, Offer, listen_tcp
-from jdisagg.kv.transport.memory import BufferLease, Buffers, offsets_of
+from jdisagg.kv.transport.listener import Offer, OfferOutcome, listen_tcp
+from jdisagg.kv.transport.memory import BufferLease, BufferPool, offsets_of
 from jdisagg.kv.transport.tcp import host_bytes, start_host_copies
 from jdisagg.kv.transport.ticket import Ticket
 
@@ -47,7 +47,7 @@ def nixl(config: TransportConfig) -> Endpoint:
 
 
 @dataclass(eq=False, slots=True)
-class Room:
+class ReceiveBuffer:
     """A receive buffer; `lease` is None if a late read may still write to it."""
 
     lease: BufferLease | None
@@ -63,8 +63,8 @@ class NixlBackend:
             nixl_agent_config(backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT),
         )
         self._registered: list[Any] = []
-        self._outgoing = Buffers(2 * config.offer_limit_bytes, self._make)  # lengths are rounded up
-        self._incoming = Buffers(config.pull_limit_bytes, self._make)
+        self._outgoing = BufferPool(2 * config.offer_limit_bytes, self._make)  # lengths are rounded up
+        self._incoming = BufferPool(config.pull_limit_bytes, self._make)
         self._lock = threading.Lock()
         self._known: dict[str, bytes] = {}  # remote agents and the metadata loaded from them
         self._stuck: list[tuple[Any, BufferLease]] = []  # abandoned reads that may still write
@@ -75,7 +75,7 @@ class NixlBackend:
     def prepare_offer(self, offer: Offer) -> None:
         start_host_copies(offer.arrays)
 
-    def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
+    def grant(self, offer: Offer, connection: KVConnection) -> dict[str, Any]:
         arrays = list(offer.arrays)
         offer.deadline.wait_computed(arrays, connection.must_be_quiet)
         started_s = offer.deadline.clock()
@@ -89,18 +89,18 @@ class NixlBackend:
         copied_s = offer.deadline.clock() - started_s
         return {"metadata": metadata, "at": lease.views[0].ctypes.data, "copied_s": copied_s}
 
-    def send(self, offer: Offer, connection: Connection) -> None:
+    def send(self, offer: Offer, connection: KVConnection) -> None:
         """Sends nothing; the destination reads."""
 
-    def prepare(self, ticket: Ticket) -> Room:
-        return Room(self._incoming.take(ticket.arrays))
+    def prepare(self, ticket: Ticket) -> ReceiveBuffer:
+        return ReceiveBuffer(self._incoming.take(ticket.arrays))
 
     def receive(
         self,
         ticket: Ticket,
-        room: Room,
+        room: ReceiveBuffer,
         grant: dict[str, Any],
-        connection: Connection,
+        connection: KVConnection,
         devices: Sequence[Any],
         deadline: Deadline,
     ) -> list[Array]:
@@ -127,7 +127,9 @@ class NixlBackend:
             self._known[name] = metadata
             return name
 
-    def _read(self, agent: str, at: int, nbytes: int, room: Room, connection: Connection, deadline: Deadline) -> None:
+    def _read(
+        self, agent: str, at: int, nbytes: int, room: ReceiveBuffer, connection: KVConnection, deadline: Deadline
+    ) -> None:
         """Fills the buffer from the agent's memory, or sets it aside until a late read can do no harm."""
         assert room.lease is not None
         here = self._agent.get_xfer_descs([(room.lease.views[0].ctypes.data, nbytes, 0)], "DRAM")
@@ -157,14 +159,14 @@ class NixlBackend:
             if self._known.pop(agent, None) is not None:
                 self._agent.remove_remote_agent(agent)
 
-    def abandon(self, room: Room) -> None:
+    def abandon(self, room: ReceiveBuffer) -> None:
         if room.lease is not None:
             self._incoming.give_back(room.lease)
 
     def may_ack(self, ticket: Ticket) -> bool:
         return True
 
-    def release(self, offer: Offer, how: Ended) -> None:
+    def release(self, offer: Offer, how: OfferOutcome) -> None:
         """Does nothing; the buffer is returned with the offer, and a peer that reads it late discards the bytes."""
 
     def sweep(self) -> None:

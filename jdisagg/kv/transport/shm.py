@@ -24,9 +24,9 @@ from jax import Array
 
 from jdisagg.core.errors import BadTicket, PeerDead, TransferCancelled, TransferFull, TransferRefused
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.connection import Clock, Connection, Deadline
+from jdisagg.kv.transport.connection import Clock, Deadline, KVConnection
 from jdisagg.kv.transport.endpoint import UNIX, Endpoint
-from jdisagg.kv.transport.listener import BACKLOG, Ended, Offer
+from jdisagg.kv.transport.listener import BACKLOG, Offer, OfferOutcome
 from jdisagg.kv.transport.memory import SPARE_SHARE, lease_views, offsets_of, size_class
 from jdisagg.kv.transport.tcp import host_bytes, start_host_copies
 from jdisagg.kv.transport.ticket import ArraySpec, Ticket
@@ -57,7 +57,7 @@ def _note_nothing() -> None:
     """Does nothing: the source's own views die before the segment is reused."""
 
 
-class Segments:
+class SegmentPool:
     """The source's segments, in use by a ticket or spare. Any thread may call."""
 
     def __init__(self, spare_limit_bytes: float) -> None:
@@ -129,7 +129,7 @@ def make_segment(size: int) -> Segment:
 
 
 @dataclass(eq=False, slots=True)
-class Mapping:
+class MappedSegment:
     """A read-only mapping of one segment of a peer."""
 
     address: str  # address of the peer
@@ -138,14 +138,14 @@ class Mapping:
     readers: set[int] = field(default_factory=set)  # tickets whose arrays are in this mapping
 
 
-class Mappings:
+class MappedSegmentTable:
     """The destination's mappings of its peers' segments, by inode; a mapping keeps the inode from being reused."""
 
     def __init__(self, limit_bytes: int, clock: Clock) -> None:
         self._limit_bytes, self._clock = limit_bytes, clock
         self._lock = threading.RLock()
-        self._mapped: dict[int, Mapping] = {}
-        self._leased: dict[int, tuple[int, Mapping]] = {}  # ticket -> bytes and mapping
+        self._mapped: dict[int, MappedSegment] = {}
+        self._leased: dict[int, tuple[int, MappedSegment]] = {}  # ticket -> bytes and mapping
         self._dead: deque[int] = deque()
 
     def check_room(self, nbytes: int) -> None:
@@ -167,7 +167,7 @@ class Mappings:
                 mapping = self._mapped.get(inode)
                 if mapping is None:
                     memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-                    mapping = self._mapped[inode] = Mapping(address, memory, 0.0)
+                    mapping = self._mapped[inode] = MappedSegment(address, memory, 0.0)
                 mapping.used_s = self._clock()
                 mapping.readers.add(number)
                 self._leased[number] = sum(spec.nbytes for spec in specs), mapping
@@ -242,8 +242,8 @@ class ShmBackend:
     name = "shm"
 
     def __init__(self, config: TransportConfig) -> None:
-        self._segments = Segments(config.offer_limit_bytes * SPARE_SHARE)
-        self._mappings = Mappings(config.pull_limit_bytes, config.clock)
+        self._segments = SegmentPool(config.offer_limit_bytes * SPARE_SHARE)
+        self._mappings = MappedSegmentTable(config.pull_limit_bytes, config.clock)
         self._copiers = ThreadPoolExecutor(COPIERS, "kv-copier")
 
     def listen(self) -> tuple[socket.socket, str]:
@@ -257,7 +257,7 @@ class ShmBackend:
     def prepare_offer(self, offer: Offer) -> None:
         start_host_copies(offer.arrays)
 
-    def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
+    def grant(self, offer: Offer, connection: KVConnection) -> dict[str, Any]:
         """Takes a segment; its contents are sent later."""
         offer.deadline.wait_computed(list(offer.arrays), connection.must_be_quiet)
         number = offer.ticket.id
@@ -269,7 +269,7 @@ class ShmBackend:
             raise
         return {"segments": self._segments.inodes()}
 
-    def send(self, offer: Offer, connection: Connection) -> None:
+    def send(self, offer: Offer, connection: KVConnection) -> None:
         """Copies the arrays into the segment and then drops them. For a long copy the descriptor is sent ahead, so that
         the destination maps the segment meanwhile."""
         arrays, segment, long = list(offer.arrays), offer.staged, offer.ticket.nbytes >= LONG_BYTES
@@ -284,7 +284,7 @@ class ShmBackend:
             self._send_descriptor(offer, connection, WRITTEN)
         offer.arrays.clear()  # after the message: unmapping the copied arrays takes as long as copying them
 
-    def _send_descriptor(self, offer: Offer, connection: Connection, state: bytes) -> None:
+    def _send_descriptor(self, offer: Offer, connection: KVConnection, state: bytes) -> None:
         descriptor = self._segments.descriptor(offer.ticket.id)
         try:
             connection.socket.settimeout(offer.deadline.left_s())
@@ -328,7 +328,7 @@ class ShmBackend:
         ticket: Ticket,
         room: None,
         grant: dict[str, Any],
-        connection: Connection,
+        connection: KVConnection,
         devices: Sequence[Any],
         deadline: Deadline,
     ) -> list[Array]:
@@ -351,9 +351,11 @@ class ShmBackend:
     def may_ack(self, ticket: Ticket) -> bool:
         return not self._mappings.is_read(ticket.id)
 
-    def release(self, offer: Offer, how: Ended) -> None:
+    def release(self, offer: Offer, how: OfferOutcome) -> None:
         segment = offer.staged
-        self._segments.release(offer.ticket.id, reuse=how is Ended.ACKED and segment is not None and segment.is_written)
+        self._segments.release(
+            offer.ticket.id, reuse=how is OfferOutcome.ACKED and segment is not None and segment.is_written
+        )
 
     def sweep(self) -> None:
         self._mappings.sweep()

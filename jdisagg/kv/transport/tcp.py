@@ -16,10 +16,10 @@ import numpy as np
 from jax import Array
 
 from jdisagg.kv.transport.config import TransportConfig
-from jdisagg.kv.transport.connection import Connection, Deadline
+from jdisagg.kv.transport.connection import Deadline, KVConnection
 from jdisagg.kv.transport.endpoint import Endpoint
-from jdisagg.kv.transport.listener import Ended, Offer, listen_tcp
-from jdisagg.kv.transport.memory import BufferLease, Buffers
+from jdisagg.kv.transport.listener import Offer, OfferOutcome, listen_tcp
+from jdisagg.kv.transport.memory import BufferLease, BufferPool
 from jdisagg.kv.transport.ticket import Ticket
 
 
@@ -33,7 +33,7 @@ class TcpBackend:
 
     def __init__(self, config: TransportConfig) -> None:
         self._config = config
-        self._buffers = Buffers(config.pull_limit_bytes)
+        self._buffers = BufferPool(config.pull_limit_bytes)
 
     def listen(self) -> tuple[socket.socket, str]:
         return listen_tcp(self._config)
@@ -42,11 +42,11 @@ class TcpBackend:
         """Starts the copy to the host on accelerators; does nothing on a CPU."""
         start_host_copies(offer.arrays)
 
-    def grant(self, offer: Offer, connection: Connection) -> dict[str, Any]:
+    def grant(self, offer: Offer, connection: KVConnection) -> dict[str, Any]:
         offer.deadline.wait_computed(list(offer.arrays), connection.must_be_quiet)
         return {}
 
-    def send(self, offer: Offer, connection: Connection) -> None:
+    def send(self, offer: Offer, connection: KVConnection) -> None:
         for array in list(offer.arrays):
             connection.send(host_bytes(array), offer.deadline)
 
@@ -58,7 +58,7 @@ class TcpBackend:
         ticket: Ticket,
         room: BufferLease,
         grant: dict[str, Any],
-        connection: Connection,
+        connection: KVConnection,
         devices: Sequence[Any],
         deadline: Deadline,
     ) -> list[Array]:
@@ -74,7 +74,7 @@ class TcpBackend:
     def may_ack(self, ticket: Ticket) -> bool:
         return True
 
-    def release(self, offer: Offer, how: Ended) -> None:
+    def release(self, offer: Offer, how: OfferOutcome) -> None:
         """Does nothing; the table drops the arrays."""
 
     def sweep(self) -> None:

@@ -5,9 +5,9 @@ Llama's. A feature that the network lacks is added to the network first.
 """
 
 from jdisagg.model.families import deepseek, gemma, gpt_oss, llama, mistral, mixtral, olmo2, phi3, qwen, qwen3_moe
-from jdisagg.model.families.family import ExpertNames, Family
+from jdisagg.model.families.family import ExpertKeys, ModelFamily
 
-TABLE: tuple[Family, ...] = (
+TABLE: tuple[ModelFamily, ...] = (
     llama.LLAMA,
     mistral.MISTRAL,
     mixtral.MIXTRAL,
@@ -26,4 +26,4 @@ BY_ARCHITECTURE = {family.architecture: family for family in TABLE}
 FAMILIES = {family.architecture: family.name for family in TABLE}
 # Families that store q, k, v as one tensor and gate, up as another.
 FUSED = frozenset(family.name for family in TABLE if family.fused)
-EXPERT_NAMES: dict[str, ExpertNames] = {family.name: family.experts for family in TABLE if family.experts}
+EXPERT_NAMES: dict[str, ExpertKeys] = {family.name: family.experts for family in TABLE if family.experts}

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from jdisagg.core.model_config import Experts, Latent, ModelConfig, RopeScaling
-from jdisagg.model.families.family import ExpertNames, Family, Numbers, biases_of_attention, experts_per_token
-from jdisagg.model.files import Fields, Json
+from jdisagg.model.families.family import ExpertKeys, ModelFamily, Numbers, biases_of_attention, experts_per_token
+from jdisagg.model.files import Json, JsonFields
 from jdisagg.model.rope_config import (
     MOST_CHANNELS,
     MOST_EXPERTS,
@@ -26,7 +26,7 @@ DEFAULTS = {
 }
 
 
-def _numbers(read: Fields) -> Numbers:
+def _numbers(read: JsonFields) -> Numbers:
     latent = _latent(read)
     theta, scaling = whole_rope(read)
     return {
@@ -41,7 +41,7 @@ def _numbers(read: Fields) -> Numbers:
     }
 
 
-def _latent(read: Fields) -> Latent:
+def _latent(read: JsonFields) -> Latent:
     rotated = read.needed("qk_rope_head_dim", MOST_HEAD_DIM)
     if rotated % 2:
         raise read.wrong("qk_rope_head_dim", f"an even number ({rotated} is none)")
@@ -72,7 +72,7 @@ def _written(config: ModelConfig) -> Json:
     return {**sizes, **more, **interleaved, "rope_parameters": rope, "rope_scaling": None}
 
 
-def _experts(read: Fields) -> Experts | None:
+def _experts(read: JsonFields) -> Experts | None:
     """Returns the expert configuration that V2 and V3 share; None if all layers are dense."""
     layers = read.needed("num_hidden_layers", MOST_LAYERS)
     dense = min(read.whole("first_k_dense_replace", 0, MOST_LAYERS) or 0, layers)
@@ -100,7 +100,7 @@ def _experts(read: Fields) -> Experts | None:
     return experts
 
 
-def _routed2(read: Fields) -> Numbers:
+def _routed2(read: JsonFields) -> Numbers:
     """Returns the experts of V2: softmax routing, with a group scored by its best expert."""
     experts = _experts(read)
     if experts is None:
@@ -113,7 +113,7 @@ def _routed2(read: Fields) -> Numbers:
     return {"experts": replace(experts, groups=1, kept_groups=1) if method == "greedy" else experts}
 
 
-def _routed3(read: Fields) -> Numbers:
+def _routed3(read: JsonFields) -> Numbers:
     """Returns the experts of V3: sigmoid routing with a correction, a group scored by its two best (DeepSeek-V3, 2024,
     section 2.1.2)."""
     experts = _experts(read)
@@ -163,19 +163,19 @@ V3 = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
 }
-DEEPSEEK_V2 = Family(
+DEEPSEEK_V2 = ModelFamily(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     V2,
     lambda read: {**_numbers(read), **_routed2(read)},
     _written,
-    experts=ExpertNames(),
+    experts=ExpertKeys(),
 )
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = ModelFamily(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     V3,
     lambda read: {**_numbers(read), **_routed3(read)},
     _written,
-    experts=ExpertNames(),
+    experts=ExpertKeys(),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import ModelConfig
-from jdisagg.model.files import Fields, Json, shown
+from jdisagg.model.files import Json, JsonFields, shown
 from jdisagg.model.rope_config import MOST_EXPERTS, MOST_POSITIONS
 
 Numbers = Mapping[str, Any]  # fields of `ModelConfig`
@@ -16,7 +16,7 @@ Numbers = Mapping[str, Any]  # fields of `ModelConfig`
 MEAN_NOTHING = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 
 
-def like_a_llama(read: Fields) -> Numbers:
+def like_a_llama(read: JsonFields) -> Numbers:
     return {}
 
 
@@ -28,7 +28,7 @@ def windows_json(config: ModelConfig) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
+class ExpertKeys:
     """The names that checkpoints of a family give to a layer's experts."""
 
     block: str = "mlp"  # name of the layer's MLP block
@@ -38,33 +38,35 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """One architecture of `transformers`: its defaults, its differences from Llama and its tensor names."""
 
     name: str
     architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' values for keys that config.json omits
-    numbers: Callable[[Fields], Numbers] = like_a_llama  # `ModelConfig` fields that differ from a Llama without biases
+    numbers: Callable[[JsonFields], Numbers] = (
+        like_a_llama  # `ModelConfig` fields that differ from a Llama without biases
+    )
     written: Callable[[ModelConfig], Json] = windows_json  # the config.json fields for those numbers
     fused: bool = False  # q, k, v are one tensor of the checkpoint, gate and up another
-    experts: ExpertNames | None = None
+    experts: ExpertKeys | None = None
 
-    def silent(self, read: Fields) -> Fields:
+    def silent(self, read: JsonFields) -> JsonFields:
         """Returns the fields of the file with this family's defaults for absent ones."""
         given = {key: value for key, value in read.raw.items() if value is not None or key in MEAN_NOTHING}
-        return Fields({**self.defaults, **given}, read.place)
+        return JsonFields({**self.defaults, **given}, read.place)
 
 
-def biases_of_attention(read: Fields) -> Numbers:
+def biases_of_attention(read: JsonFields) -> Numbers:
     biased = read.flag("attention_bias")
     return {"qkv_bias": biased, "o_bias": biased}
 
 
-def window_size(read: Fields) -> int | None:
+def window_size(read: JsonFields) -> int | None:
     return read.whole("sliding_window", 1, MOST_POSITIONS)
 
 
-def layer_windows(read: Fields, window: int | None, implied: Callable[[int], bool]) -> tuple[int | None, ...]:
+def layer_windows(read: JsonFields, window: int | None, implied: Callable[[int], bool]) -> tuple[int | None, ...]:
     """Returns the window of each layer, or () if all attend fully: from `layer_types`, else from `implied(layer)`."""
     if window is None:
         return ()
@@ -90,12 +92,12 @@ def windows_where(window: int, slides: Sequence[bool]) -> tuple[int | None, ...]
 NUMBER_KEYS = ("num_local_experts", "num_experts")  # transformers 5 writes the first for all families
 
 
-def number_of_experts(read: Fields) -> int:
+def number_of_experts(read: JsonFields) -> int:
     key = next((key for key in NUMBER_KEYS if read.raw.get(key) is not None), NUMBER_KEYS[0])
     return read.needed(key, MOST_EXPERTS)
 
 
-def experts_per_token(read: Fields, number: int) -> int:
+def experts_per_token(read: JsonFields, number: int) -> int:
     return read.needed("num_experts_per_tok", number)
 
 

@@ -6,14 +6,14 @@ Gemma 2 soft-caps its logits. Gemma 3 normalises q and k instead, and uses a sep
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.families.family import (
-    Family,
+    ModelFamily,
     Numbers,
     biases_of_attention,
     layer_windows,
     window_size,
     windows_json,
 )
-from jdisagg.model.files import Fields, Json, shown
+from jdisagg.model.files import Json, JsonFields, shown
 from jdisagg.model.rope_config import MOST_LAYERS, MOST_THETA, first_said, rope_json, rope_of
 
 MOST_CAP = 1e6
@@ -29,7 +29,7 @@ DEFAULTS = {
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
-def _both(read: Fields, pattern: int) -> Numbers:
+def _both(read: JsonFields, pattern: int) -> Numbers:
     """Returns the fields that Gemma 2 and 3 share; every `pattern`-th layer has full attention."""
     if read.flag("use_bidirectional_attention"):
         raise UnsupportedModel(f"{read.place}: use_bidirectional_attention = true is not supported; supported: false")
@@ -49,25 +49,25 @@ def _both(read: Fields, pattern: int) -> Numbers:
     }
 
 
-def _gemma2(read: Fields) -> Numbers:
+def _gemma2(read: JsonFields) -> Numbers:
     return _both(read, 2)
 
 
-def _gemma3(read: Fields) -> Numbers:
+def _gemma3(read: JsonFields) -> Numbers:
     pattern = read.whole("sliding_window_pattern", 1, MOST_LAYERS) or 6
     return {**_both(read, pattern), **_ropes(read), "qk_norm": True}
 
 
-def _ropes(read: Fields) -> Numbers:
+def _ropes(read: JsonFields) -> Numbers:
     """Returns base and scaling of full-attention layers, and the base of window layers. transformers 5 writes
     `rope_parameters` with an entry per layer type; older files have `rope_scaling` and `rope_local_base_freq`."""
-    by_type = read.part("rope_parameters") or Fields({}, read.place)
+    by_type = read.part("rope_parameters") or JsonFields({}, read.place)
     if by_type.raw and not {"full_attention", "sliding_attention"} & by_type.raw.keys():
         raise UnsupportedModel(
             f"{read.place}: rope_parameters of {shown(sorted(by_type.raw))}; needed: one for each kind"
         )
-    full = by_type.part("full_attention") or read.part("rope_scaling") or Fields({}, read.place)
-    sliding = by_type.part("sliding_attention") or Fields({}, read.place)
+    full = by_type.part("full_attention") or read.part("rope_scaling") or JsonFields({}, read.place)
+    sliding = by_type.part("sliding_attention") or JsonFields({}, read.place)
     if sliding.word("rope_type") not in (None, "default"):
         raise UnsupportedModel(
             f"{sliding.place} rope type {shown(sliding.word('rope_type'))} is not supported: default"
@@ -98,11 +98,13 @@ def _written3(config: ModelConfig) -> Json:
     }
 
 
-GEMMA2 = Family(
+GEMMA2 = ModelFamily(
     "gemma2",
     "Gemma2ForCausalLM",
     {**DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     _gemma2,
     _written2,
 )
-GEMMA3 = Family("gemma3", "Gemma3ForCausalLM", {**DEFAULTS, "max_position_embeddings": 131_072}, _gemma3, _written3)
+GEMMA3 = ModelFamily(
+    "gemma3", "Gemma3ForCausalLM", {**DEFAULTS, "max_position_embeddings": 131_072}, _gemma3, _written3
+)

@@ -3,8 +3,8 @@
 from jdisagg.core.errors import UnsupportedModel
 from jdisagg.core.model_config import Experts
 from jdisagg.model.families.family import (
-    ExpertNames,
-    Family,
+    ExpertKeys,
+    ModelFamily,
     Numbers,
     biases_of_attention,
     experts_json,
@@ -13,14 +13,14 @@ from jdisagg.model.families.family import (
     number_of_experts,
     window_size,
 )
-from jdisagg.model.files import Fields
+from jdisagg.model.files import JsonFields
 from jdisagg.model.rope_config import MOST_CHANNELS
 
 LIMIT = 7.0  # clamping bound of the experts' gate
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
-def _numbers(read: Fields) -> Numbers:
+def _numbers(read: JsonFields) -> Numbers:
     if read.raw.get("swiglu_limit") not in (None, LIMIT):
         raise UnsupportedModel(
             f"{read.place}: swiglu_limit {read.raw['swiglu_limit']} is not supported; supported: {LIMIT}"
@@ -42,7 +42,7 @@ def _numbers(read: Fields) -> Numbers:
     }
 
 
-GPT_OSS = Family(
+GPT_OSS = ModelFamily(
     "gpt_oss",
     "GptOssForCausalLM",
     {
@@ -59,5 +59,5 @@ GPT_OSS = Family(
     },
     _numbers,
     experts_json,
-    experts=ExpertNames(router="router", fused=True),
+    experts=ExpertKeys(router="router", fused=True),
 )

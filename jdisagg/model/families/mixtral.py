@@ -2,8 +2,8 @@
 
 from jdisagg.core.model_config import Experts
 from jdisagg.model.families.family import (
-    ExpertNames,
-    Family,
+    ExpertKeys,
+    ModelFamily,
     Numbers,
     experts_json,
     experts_per_token,
@@ -11,11 +11,11 @@ from jdisagg.model.families.family import (
     number_of_experts,
     window_size,
 )
-from jdisagg.model.files import Fields
+from jdisagg.model.files import JsonFields
 from jdisagg.model.rope_config import MOST_CHANNELS
 
 
-def _numbers(read: Fields) -> Numbers:
+def _numbers(read: JsonFields) -> Numbers:
     number = number_of_experts(read)
     width = read.needed("intermediate_size", MOST_CHANNELS)
     return {
@@ -24,7 +24,7 @@ def _numbers(read: Fields) -> Numbers:
     }
 
 
-MIXTRAL = Family(
+MIXTRAL = ModelFamily(
     "mixtral",
     "MixtralForCausalLM",
     {
@@ -37,5 +37,5 @@ MIXTRAL = Family(
     },
     _numbers,
     experts_json,
-    experts=ExpertNames("block_sparse_moe", matrices=("w1", "w3", "w2")),
+    experts=ExpertKeys("block_sparse_moe", matrices=("w1", "w3", "w2")),
 )

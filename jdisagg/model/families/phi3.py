@@ -5,12 +5,12 @@ keys. Such a model is therefore served up to its original length, where results 
 """
 
 from jdisagg.core.model_config import ModelConfig, RopeScaling
-from jdisagg.model.families.family import Family, Numbers, layer_windows, window_size, windows_json
-from jdisagg.model.files import Fields, Json
+from jdisagg.model.families.family import ModelFamily, Numbers, layer_windows, window_size, windows_json
+from jdisagg.model.files import Json, JsonFields
 from jdisagg.model.rope_config import MOST_HEAD_DIM, MOST_HEADS, longrope, rope_json, rope_of, rope_part
 
 
-def _numbers(read: Fields) -> Numbers:
+def _numbers(read: JsonFields) -> Numbers:
     rope = rope_part(read)
     rotated = _rotated(read, rope)
     theta, scaling = _rope(read, rope)
@@ -26,7 +26,7 @@ def _numbers(read: Fields) -> Numbers:
     }
 
 
-def _rope(read: Fields, rope: Fields) -> tuple[float, RopeScaling | None]:
+def _rope(read: JsonFields, rope: JsonFields) -> tuple[float, RopeScaling | None]:
     """Returns base and scaling. Early files call longrope "su" or "yarn"."""
     kind = rope.word("rope_type") or rope.word("type")
     if kind in ("su", "yarn", "longrope"):
@@ -34,7 +34,7 @@ def _rope(read: Fields, rope: Fields) -> tuple[float, RopeScaling | None]:
     return rope_of(read, rope, 10_000.0)
 
 
-def _rotated(read: Fields, rope: Fields) -> int:
+def _rotated(read: JsonFields, rope: JsonFields) -> int:
     """Returns how many elements of a head are rotated."""
     heads = read.needed("num_attention_heads", MOST_HEADS)
     size = read.whole("head_dim", 2, MOST_HEAD_DIM) or read.needed("hidden_size", 1 << 20) // heads
@@ -52,6 +52,6 @@ def _written(config: ModelConfig) -> Json:
     return {**windows_json(config), **share, "rope_parameters": rope}
 
 
-PHI3 = Family(
+PHI3 = ModelFamily(
     "phi3", "Phi3ForCausalLM", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, _numbers, _written, fused=True
 )

@@ -2,14 +2,14 @@
 
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.families.family import (
-    Family,
+    ModelFamily,
     Numbers,
     biases_of_attention,
     layer_windows,
     window_size,
     windows_json,
 )
-from jdisagg.model.files import Fields, Json
+from jdisagg.model.files import Json, JsonFields
 from jdisagg.model.rope_config import MOST_POSITIONS
 
 DEFAULTS = {
@@ -20,18 +20,18 @@ DEFAULTS = {
 }
 
 
-def windows(read: Fields) -> Numbers:
+def windows(read: JsonFields) -> Numbers:
     """Returns the windows of layers from `max_window_layers` up; none unless `use_sliding_window` is true."""
     window = window_size(read) if read.flag("use_sliding_window") else None
     full = read.whole("max_window_layers", 0, MOST_POSITIONS) or 0
     return {"layer_windows": layer_windows(read, window, lambda layer: layer >= full)}
 
 
-def _qwen2(read: Fields) -> Numbers:
+def _qwen2(read: JsonFields) -> Numbers:
     return {**windows(read), "qkv_bias": True}
 
 
-def _qwen3(read: Fields) -> Numbers:
+def _qwen3(read: JsonFields) -> Numbers:
     return {**windows(read), **biases_of_attention(read), "qk_norm": True}
 
 
@@ -39,5 +39,5 @@ def _written(config: ModelConfig) -> Json:
     return {**windows_json(config), "use_sliding_window": bool(config.layer_windows)}
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", DEFAULTS, _qwen2, _written)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", {**DEFAULTS, "head_dim": 128}, _qwen3, _written)
+QWEN2 = ModelFamily("qwen2", "Qwen2ForCausalLM", DEFAULTS, _qwen2, _written)
+QWEN3 = ModelFamily("qwen3", "Qwen3ForCausalLM", {**DEFAULTS, "head_dim": 128}, _qwen3, _written)

@@ -3,8 +3,8 @@
 from jdisagg.core.model_config import Experts, ModelConfig
 from jdisagg.model.families.family import (
     NUMBER_KEYS,
-    ExpertNames,
-    Family,
+    ExpertKeys,
+    ModelFamily,
     Numbers,
     biases_of_attention,
     experts_json,
@@ -12,17 +12,17 @@ from jdisagg.model.families.family import (
     number_of_experts,
 )
 from jdisagg.model.families.qwen import DEFAULTS, windows
-from jdisagg.model.files import Fields, Json
+from jdisagg.model.files import Json, JsonFields
 from jdisagg.model.rope_config import MOST_CHANNELS, MOST_LAYERS
 
 DEFAULT_EXPERTS = 128
 
 
-def _numbers(read: Fields) -> Numbers:
+def _numbers(read: JsonFields) -> Numbers:
     return {**windows(read), **biases_of_attention(read), "qk_norm": True, "experts": _experts(read)}
 
 
-def _experts(read: Fields) -> Experts:
+def _experts(read: JsonFields) -> Experts:
     is_given = any(read.raw.get(key) is not None for key in NUMBER_KEYS)
     number = number_of_experts(read) if is_given else DEFAULT_EXPERTS
     return Experts(
@@ -34,7 +34,7 @@ def _experts(read: Fields) -> Experts:
     )
 
 
-def _dense_layers(read: Fields) -> tuple[int, ...]:
+def _dense_layers(read: JsonFields) -> tuple[int, ...]:
     """Returns the layers of `mlp_only_layers` and those that `decoder_sparse_step` skips."""
     layers, step = read.needed("num_hidden_layers", MOST_LAYERS), read.needed("decoder_sparse_step", MOST_LAYERS)
     named = read.ids("mlp_only_layers", MOST_LAYERS, MOST_LAYERS) or ()
@@ -52,7 +52,7 @@ def _written(config: ModelConfig) -> Json:
     }
 
 
-QWEN3_MOE = Family(
+QWEN3_MOE = ModelFamily(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     {
@@ -64,5 +64,5 @@ QWEN3_MOE = Family(
     },
     _numbers,
     _written,
-    experts=ExpertNames(),
+    experts=ExpertKeys(),
 )

@@ -19,7 +19,7 @@ from jdisagg.core.request import MAX_STOP_TOKENS
 from jdisagg.model.families import FAMILIES
 from jdisagg.model.files import shown
 from jdisagg.model.gguf.file import GGUFFile
-from jdisagg.model.hf_config import OPEN, SAMPLING_RANGES, GenerationDefaults, parse_config
+from jdisagg.model.hf_config import OPEN, SAMPLING_RANGES, GenerationSettings, parse_config
 from jdisagg.model.rope import inverse_frequencies
 from jdisagg.model.rope_config import MOST_EXPERTS, MOST_LAYERS
 
@@ -347,7 +347,7 @@ def _with_rope_factors(file: GGUFFile, config: ModelConfig) -> ModelConfig:
     raise UnsupportedModel(f"{tensor.path}: {ROPE_FACTORS} (1 to {largest:g}) are not those of Llama 3.1's scaling")
 
 
-def generation_defaults(file: GGUFFile) -> GenerationDefaults:
+def generation_defaults(file: GGUFFile) -> GenerationSettings:
     """Returns the end tokens, and the sampling defaults if the file has any."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) else 0
@@ -358,7 +358,7 @@ def generation_defaults(file: GGUFFile) -> GenerationDefaults:
     sampling = {
         ours: value for theirs, ours in SAMPLING_KEYS.items() if (value := _sampling(file, theirs, ours)) is not None
     }
-    return GenerationDefaults(ends, bos[0] if bos else None, sampling)
+    return GenerationSettings(ends, bos[0] if bos else None, sampling)
 
 
 def _sampling(file: GGUFFile, theirs: str, ours: str) -> float | None:

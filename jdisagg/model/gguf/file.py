@@ -24,7 +24,7 @@ from gguf.quants import dequantize
 from jdisagg.core.errors import CheckpointError, WrongDtype, WrongShape
 from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.families import EXPERT_NAMES
-from jdisagg.model.files import Fields, regular, shown
+from jdisagg.model.files import JsonFields, regular, shown
 from jdisagg.model.names import Index
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
@@ -46,7 +46,7 @@ def gguf_name(place: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class GGUFTensor:
     """The position of a tensor in a file. `shape` is in numpy's order, in blocks of `kind` along the last dimension."""
 
     path: Path
@@ -62,11 +62,11 @@ class GGUFFile:
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    fields: Fields = field(init=False, repr=False)  # the metadata with type and range checks
+    tensors: Mapping[str, GGUFTensor]
+    fields: JsonFields = field(init=False, repr=False)  # the metadata with type and range checks
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", Fields(self.metadata, str(self.path)))
+        object.__setattr__(self, "fields", JsonFields(self.metadata, str(self.path)))
 
     @property
     def architecture(self) -> str:
@@ -80,10 +80,10 @@ class GGUFFile:
 def read_gguf(place: str | Path) -> GGUFFile:
     """Reads the model of a file, or of all files of a split model (`-00001-of-0000N.gguf`)."""
     paths = _parts(Path(place))
-    files = [_Header(path).read() for path in paths]
+    files = [_HeaderParser(path).read() for path in paths]
     for number, found in enumerate(files):
         _check_part(found, number, len(paths))
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, GGUFTensor] = {}
     for found in files:
         duplicates = tensors.keys() & found.tensors.keys()
         if duplicates:
@@ -122,7 +122,7 @@ def _check_part(found: GGUFFile, number: int, count: int) -> None:
         )
 
 
-class _Header:
+class _HeaderParser:
     """Parser of one file's header, from its beginning."""
 
     def __init__(self, path: Path) -> None:
@@ -146,7 +146,7 @@ class _Header:
         num_tensors = self._count("tensors", MOST_TENSORS)
         metadata = self._metadata(self._count("metadata entries", MOST_ENTRIES))
         infos = self._tensor_infos(num_tensors)
-        alignment = Fields(metadata, str(self._path)).whole("general.alignment", 1, 1 << 20) or ALIGNMENT
+        alignment = JsonFields(metadata, str(self._path)).whole("general.alignment", 1, 1 << 20) or ALIGNMENT
         begin = -(-self._at // alignment) * alignment
         tensors = {name: self._tensor(name, begin, *info) for name, info in infos.items()}
         return GGUFFile(self._path, metadata, tensors)
@@ -222,7 +222,7 @@ class _Header:
             found[name] = shape[::-1], self._number("I", name), self._number("Q", name)
         return found
 
-    def _tensor(self, name: str, begin: int, shape: tuple[int, ...], number: int, offset: int) -> Tensor:
+    def _tensor(self, name: str, begin: int, shape: tuple[int, ...], number: int, offset: int) -> GGUFTensor:
         try:
             kind = GGMLQuantizationType(number)
         except ValueError as error:
@@ -240,7 +240,7 @@ class _Header:
                 f"{self._path} is truncated: tensor {name} lies in bytes {start} to {start + size},"
                 f" the file has {len(self._data)}"
             )
-        return Tensor(self._path, shape, kind, start, size)
+        return GGUFTensor(self._path, shape, kind, start, size)
 
 
 # Rows of memory-mapped tensors; only the requested blocks are dequantised.
@@ -248,18 +248,18 @@ class _Header:
 STRIP_BYTES = 1 << 15  # bytes dequantised at once: with temporaries, about the size of a CPU cache
 
 
-class Blocks:
+class MappedFiles:
     """The memory-mapped files of one model."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, np.ndarray] = {}
 
-    def rows(self, tensor: Tensor, picked: slice | np.ndarray, columns: slice) -> np.ndarray:
+    def rows(self, tensor: GGUFTensor, picked: slice | np.ndarray, columns: slice) -> np.ndarray:
         """Returns f32[picked, columns] of a tensor flattened to two dimensions; a vector is one row."""
         stored = self._bytes(tensor).reshape(prod(tensor.shape[:-1]), -1)
         return _columns(stored[picked], tensor.kind, columns)
 
-    def _bytes(self, tensor: Tensor) -> np.ndarray:
+    def _bytes(self, tensor: GGUFTensor) -> np.ndarray:
         if tensor.path not in self._maps:
             self._maps[tensor.path] = np.memmap(tensor.path, np.uint8, "r")
         return self._maps[tensor.path][tensor.start : tensor.start + tensor.num_bytes]
@@ -298,58 +298,58 @@ def _numbers(stored: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 MATRICES = ("gate", "up", "down")
 
 
-class View(Protocol):
+class TensorView(Protocol):
     """One checkpoint tensor, computed from `tensors` of the file."""
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
+    def tensors(self) -> tuple[GGUFTensor, ...]: ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def read(self, blocks: Blocks, index: Index) -> np.ndarray:
+    def read(self, blocks: MappedFiles, index: Index) -> np.ndarray:
         """Returns the slice `index` of the checkpoint tensor, in f32."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class OfExpert:
+class ExpertView:
     """One expert's matrix [out, in] of a tensor [experts, out, in]."""
 
-    tensor: Tensor
+    tensor: GGUFTensor
     expert: int
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[GGUFTensor, ...]:
         return (self.tensor,)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape[1:]
 
-    def read(self, blocks: Blocks, index: Index) -> np.ndarray:
+    def read(self, blocks: MappedFiles, index: Index) -> np.ndarray:
         first = self.expert * self.shape[0]
         return blocks.rows(self.tensor, slice(first + index[0].start, first + index[0].stop), index[1])
 
 
 @dataclass(frozen=True, slots=True)
-class InTurns:
+class InterleavedView:
     """gpt-oss' [experts, in, out] from tensors [experts, out, in] with interleaved outputs; or a bias [experts,
     out]."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[GGUFTensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         experts, outputs, *inputs = self.tensors[0].shape
         return (experts, *inputs, len(self.tensors) * outputs)
 
-    def read(self, blocks: Blocks, index: Index) -> np.ndarray:
+    def read(self, blocks: MappedFiles, index: Index) -> np.ndarray:
         experts, *inputs, outputs = index
         numbers = range(experts.start, experts.stop)
         return np.ascontiguousarray(np.stack([self._expert(blocks, each, inputs) for each in numbers])[..., outputs])
 
-    def _expert(self, blocks: Blocks, expert: int, inputs: list[slice]) -> np.ndarray:
+    def _expert(self, blocks: MappedFiles, expert: int, inputs: list[slice]) -> np.ndarray:
         size = self.tensors[0].shape[1]
         if not inputs:
             rows = [blocks.rows(each, slice(expert, expert + 1), slice(0, size))[0] for each in self.tensors]
@@ -361,14 +361,14 @@ class InTurns:
 
 
 @dataclass(frozen=True, slots=True)
-class ByHeads:
+class KVHeadView:
     """`kv_b_proj` [heads * (keys + values), rank], from keys [heads, rank, keys] and values [heads, values, rank]."""
 
-    keys: Tensor
-    values: Tensor
+    keys: GGUFTensor
+    values: GGUFTensor
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[GGUFTensor, ...]:
         return self.keys, self.values
 
     @property
@@ -376,7 +376,7 @@ class ByHeads:
         heads, rank, keys = self.keys.shape
         return heads * (keys + self.values.shape[1]), rank
 
-    def read(self, blocks: Blocks, index: Index) -> np.ndarray:
+    def read(self, blocks: MappedFiles, index: Index) -> np.ndarray:
         (_, rank, keys), values = self.keys.shape, self.values.shape[1]
         size = keys + values
         first, last = index[0].start // size, -(-index[0].stop // size)
@@ -386,18 +386,18 @@ class ByHeads:
         return rows[index[0].start - first * size : index[0].stop - first * size, index[1]]
 
 
-def views_of(file: GGUFFile, config: ModelConfig) -> dict[str, View]:
+def views_of(file: GGUFFile, config: ModelConfig) -> dict[str, TensorView]:
     """Returns views by checkpoint name. Raises `WrongShape`, naming the file's tensor, if a shape differs."""
     return {name: view for layer in range(config.num_layers) for name, view in _layer_views(file, config, layer)}
 
 
-def _layer_views(file: GGUFFile, config: ModelConfig, layer: int) -> Iterator[tuple[str, View]]:
+def _layer_views(file: GGUFFile, config: ModelConfig, layer: int) -> Iterator[tuple[str, TensorView]]:
     if config.latent is not None and f"blk.{layer}.attn_k_b.weight" in file.tensors:
         rank, heads = config.latent.kv_lora_rank, config.num_heads
         keys = _tensor(file, f"blk.{layer}.attn_k_b.weight", (heads, rank, config.latent.qk_nope_head_dim))
         values = _tensor(file, f"blk.{layer}.attn_v_b.weight", (heads, config.latent.v_head_dim, rank))
         if keys is not None and values is not None:
-            yield f"model.layers.{layer}.self_attn.kv_b_proj.weight", ByHeads(keys, values)
+            yield f"model.layers.{layer}.self_attn.kv_b_proj.weight", KVHeadView(keys, values)
     if config.is_sparse(layer):
         assert config.experts is not None
         number, width, hidden = config.experts.number, config.experts.width, config.hidden_size
@@ -409,26 +409,28 @@ def _layer_views(file: GGUFFile, config: ModelConfig, layer: int) -> Iterator[tu
 
 
 def _interleaved_views(
-    layer: int, found: dict[str, Tensor | None], biases: dict[str, Tensor | None]
-) -> Iterator[tuple[str, View]]:
+    layer: int, found: dict[str, GGUFTensor | None], biases: dict[str, GGUFTensor | None]
+) -> Iterator[tuple[str, TensorView]]:
     prefix = f"model.layers.{layer}.mlp.experts"
     for ours, theirs in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
         for suffix, tensors in (("", found), ("_bias", biases)):
             parts = tuple(tensor for each in theirs if (tensor := tensors[each]) is not None)
             if len(parts) == len(theirs):
-                yield f"{prefix}.{ours}{suffix}", InTurns(parts)
+                yield f"{prefix}.{ours}{suffix}", InterleavedView(parts)
 
 
-def _expert_views(config: ModelConfig, layer: int, found: dict[str, Tensor | None]) -> Iterator[tuple[str, View]]:
+def _expert_views(
+    config: ModelConfig, layer: int, found: dict[str, GGUFTensor | None]
+) -> Iterator[tuple[str, TensorView]]:
     names = EXPERT_NAMES[config.family]
     for each, matrix in zip(MATRICES, names.matrices, strict=True):
         tensor = found[each]
         for expert in range(tensor.shape[0] if tensor is not None else 0):
             assert tensor is not None
-            yield f"model.layers.{layer}.{names.block}.experts.{expert}.{matrix}.weight", OfExpert(tensor, expert)
+            yield f"model.layers.{layer}.{names.block}.experts.{expert}.{matrix}.weight", ExpertView(tensor, expert)
 
 
-def _tensor(file: GGUFFile, name: str, wanted: tuple[int, ...]) -> Tensor | None:
+def _tensor(file: GGUFFile, name: str, wanted: tuple[int, ...]) -> GGUFTensor | None:
     found = file.tensors.get(name)
     if found is not None and found.shape != wanted:
         raise WrongShape(f"{found.path}: tensor {name} has shape {found.shape}; the config asks for {wanted}")

@@ -23,7 +23,7 @@ from jdisagg.core.model_config import ModelConfig
 from jdisagg.model.export import config_json, write_json
 from jdisagg.model.files import first_line, shown
 from jdisagg.model.gguf.config import NO_WEIGHTS, NORMS_PLUS_ONE, generation_defaults, model_config
-from jdisagg.model.gguf.file import Blocks, GGUFFile, Tensor, has_definition, read_gguf, views_of
+from jdisagg.model.gguf.file import GGUFFile, GGUFTensor, MappedFiles, has_definition, read_gguf, views_of
 from jdisagg.model.names import Index, stage_leaves
 
 CORRECTION = ".e_score_correction_bias"
@@ -41,7 +41,7 @@ class GGUFSource:
         self._norm_offset = np.float32(file.architecture in NORMS_PLUS_ONE)
         names = _names(config, file.architecture)
         self._tensors = {name: file.tensors[stored] for name, stored in names.items() if stored in file.tensors}
-        self._views, self._blocks = views_of(file, config), Blocks()
+        self._views, self._blocks = views_of(file, config), MappedFiles()
         found = [*self._tensors.values(), *(tensor for view in self._views.values() for tensor in view.tensors)]
         self._used = {(tensor.path, tensor.start): tensor for tensor in found}  # without duplicates
         unread = [
@@ -101,7 +101,7 @@ class GGUFSource:
         found = self._blocks.rows(tensor, slice(0, 1), slice(0, prod(tensor.shape)))[0][picked]
         return found - self._norm_offset if name.endswith("norm.weight") else found
 
-    def _tensor(self, name: str) -> Tensor:
+    def _tensor(self, name: str) -> GGUFTensor:
         if name not in self._tensors:
             raise MissingTensor(f"tensor {name} is not in {self.place}")
         return self._tensors[name]

@@ -23,14 +23,14 @@ BACKEND = "llguidance"
 
 
 @dataclass(frozen=True, slots=True)
-class Whitespace:
+class WhitespaceFormat:
     """The whitespace allowed between JSON tokens: a space, or a new line with bounded indentation, so that a model
     cannot emit whitespace for ever."""
 
     pattern: str = r"\x20|\r?\n[\x20\t]{0,40}"  # "": none
 
 
-class Matcher(Protocol):
+class GrammarState(Protocol):
     """The grammar state of one answer. After a token that the grammar does not allow, nothing is allowed."""
 
     def take(self, tokens: Sequence[int]) -> None: ...
@@ -52,24 +52,24 @@ class Matcher(Protocol):
         ...
 
 
-class Grammars(Protocol):
+class CompiledGrammars(Protocol):
     """Compiled grammars over one model's vocabulary; called from several threads."""
 
     words: int  # u32 words of a mask
 
-    def start(self, grammar: str) -> Matcher:
+    def start(self, grammar: str) -> GrammarState:
         """Returns a matcher before the first token."""
         ...
 
 
-class GrammarCompiler(Grammars, Protocol):
+class GrammarBuilder(CompiledGrammars, Protocol):
     """Compiler of client requests to grammars. The `of_...` methods raise ValueError for invalid input."""
 
     def why_not(self, grammar: str) -> str:
         """Returns why no answer can match the grammar, in one line; "" if one can. May take long."""
         ...
 
-    def of_schema(self, schema: object, whitespace: Whitespace) -> str:
+    def of_schema(self, schema: object, whitespace: WhitespaceFormat) -> str:
         """Returns a grammar of the JSON values that a JSON schema (object or text) accepts."""
         ...
 
@@ -93,7 +93,7 @@ def grammars_installed() -> bool:
 
 
 @cache
-def open_grammars(place: Path, vocab_size: int) -> GrammarCompiler:
+def open_grammars(place: Path, vocab_size: int) -> GrammarBuilder:
     """Returns the process-wide compiler for the tokenizer at `place` and a vocabulary size. Raises ConfigError."""
     try:
         module = import_module("jdisagg.model.grammars.guidance")

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.numpy import fill_next_token_bitmask
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.model.grammars.grammars import Whitespace, mask_words
+from jdisagg.model.grammars.grammars import WhitespaceFormat, mask_words
 from jdisagg.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ NO_TOKEN = "NoExtensionBias"  # llguidance's error for a state where no token ma
 KEPT = 256  # compiled grammars in the LRU cache
 
 
-class GuidanceMatcher:
+class GuidanceState:
     """A matcher of one answer by llguidance; implements `Matcher`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -94,15 +94,15 @@ class GuidanceBuilder:
         self._store(grammar, matcher)
         return ""
 
-    def start(self, grammar: str) -> GuidanceMatcher:
+    def start(self, grammar: str) -> GuidanceState:
         with self._lock:
             found = self._kept.get(grammar)
             if found is not None:
                 self._kept.move_to_end(grammar)
-                return GuidanceMatcher(found.deep_copy())
+                return GuidanceState(found.deep_copy())
         made = self._compile(grammar)
         self._store(grammar, made.deep_copy())
-        return GuidanceMatcher(made)
+        return GuidanceState(made)
 
     def _compile(self, grammar: str) -> LLMatcher:
         limits = OF_SCHEMAS if grammar.startswith(SCHEMA) else OF_OTHERS
@@ -114,7 +114,7 @@ class GuidanceBuilder:
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
 
-    def of_schema(self, schema: object, whitespace: Whitespace) -> str:
+    def of_schema(self, schema: object, whitespace: WhitespaceFormat) -> str:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         options: Any = (
             {"whitespace_pattern": whitespace.pattern} if whitespace.pattern else {"whitespace_flexible": False}

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jdisagg.core.errors import MissingTensor, UnsupportedModel, WrongShape
-from jdisagg.model.files import Fields, read_json, shown
+from jdisagg.model.files import JsonFields, read_json, shown
 from jdisagg.model.names import Index
 from jdisagg.model.quantized.tensors import (
     SCALES,
@@ -29,7 +29,7 @@ from jdisagg.model.quantized.tensors import (
     unpacked,
     words_of,
 )
-from jdisagg.model.sources import FLOATS, Source
+from jdisagg.model.sources import FLOATS, TensorSource
 
 # AWQ in the "gemm" order: four-bit numbers [in, out], eight consecutive outputs per int32; zero points likewise.
 
@@ -48,14 +48,14 @@ class AWQ:
     numbers: str = ".qweight"
     beside: tuple[str, ...] = (".qzeros", ".scales")
 
-    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+    def shape(self, source: TensorSource, stem: str) -> tuple[int, ...]:
         inputs, words = matrix(source, stem + ".qweight", ("int32",))
         groups = ceil_div(inputs, self.group_size or inputs)
         needed(source, stem + ".qzeros", ("int32",), ((groups, words),))
         needed(source, stem + ".scales", FLOATS, ((groups, words * PER_WORD),))
         return words * PER_WORD, inputs
 
-    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+    def read(self, source: TensorSource, stem: str, index: Index) -> np.ndarray:
         inputs = self.shape(source, stem)[1]
         outputs, span = index
         words, inside = words_of(outputs, BITS)
@@ -83,7 +83,7 @@ FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScaledFormat:
     """fp8 or int8 weights. `block` is [rows, columns] that share a scale; None: one scale per tensor or row, as
     stored."""
 
@@ -94,7 +94,7 @@ class Scaled:
     numbers: str = ".weight"
     beside: tuple[str, ...] = (*SCALE_NAMES, ZERO)
 
-    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+    def shape(self, source: TensorSource, stem: str) -> tuple[int, ...]:
         found = matrix(source, stem + self.numbers, (self.dtype,))
         scales = needed(source, _scale_name(source, stem), SCALES, self._scale_shapes(found))
         if source.shape(stem + ZERO) is not None:
@@ -111,14 +111,18 @@ class Scaled:
         """Name of the dtype in `products.py`."""
         return "int8" if self.dtype == "int8" else "fp8"
 
-    def channels(self, source: Source, stem: str) -> Channels | None:
+    def channels(self, source: TensorSource, stem: str) -> ScaledTensor | None:
         """Returns the stored numbers and scales if each row or the tensor has one scale and there are no zero points;
         else None."""
         self.shape(source, stem)
         is_scaled = self.block is None and source.shape(stem + ZERO) is None
-        return Channels(source, stem + self.numbers, _scale_name(source, stem), self.of_products) if is_scaled else None
+        return (
+            ScaledTensor(source, stem + self.numbers, _scale_name(source, stem), self.of_products)
+            if is_scaled
+            else None
+        )
 
-    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+    def read(self, source: TensorSource, stem: str, index: Index) -> np.ndarray:
         shape, name = self.shape(source, stem), _scale_name(source, stem)
         block = self.block or ((1 if _size(source, name) == shape[0] else shape[0]), shape[1])
         (rows, row_of), (columns, column_of) = (blocks_of(*each) for each in zip(index, block, strict=True))
@@ -130,10 +134,10 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True)
-class Channels:
+class ScaledTensor:
     """A tensor of int8 or fp8 numbers, and the tensor of their scales."""
 
-    source: Source
+    source: TensorSource
     name: str
     scale: str
     dtype: str
@@ -149,7 +153,7 @@ class Channels:
         return np.ascontiguousarray(np.broadcast_to(found[:, 0], count))
 
 
-def _scale_name(source: Source, stem: str) -> str:
+def _scale_name(source: TensorSource, stem: str) -> str:
     found = next((name for name in SCALE_NAMES if source.shape(stem + name) is not None), None)
     if found is None:
         names = " or ".join(stem + name for name in SCALE_NAMES)
@@ -157,11 +161,11 @@ def _scale_name(source: Source, stem: str) -> str:
     return stem + found
 
 
-def _size(source: Source, name: str) -> int:
+def _size(source: TensorSource, name: str) -> int:
     return int(np.prod(source.shape(name) or ()))
 
 
-def _grid(source: Source, name: str, rows: slice, columns: slice) -> np.ndarray:
+def _grid(source: TensorSource, name: str, rows: slice, columns: slice) -> np.ndarray:
     """Returns scales as f32[rows, columns], whatever rank they are stored in."""
     index = (rows, columns)[: len(source.shape(name) or ())]
     return read_f32(source, name, index).reshape(rows.stop - rows.start, columns.stop - columns.start)
@@ -179,7 +183,7 @@ PACKED_ZERO, GROUPS = ".weight_zero_point", ".weight_g_idx"
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedFormat:
     """Packed integer weights: groups of `group_size` inputs (0: a row) share a scale, and a zero point if
     `zero_points`."""
 
@@ -192,7 +196,7 @@ class Packed:
     numbers: str = ".weight_packed"
     beside: tuple[str, ...] = (".weight_scale", ".weight_shape", PACKED_ZERO, GROUPS)
 
-    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+    def shape(self, source: TensorSource, stem: str) -> tuple[int, ...]:
         each = 32 // self.bits
         needed(source, stem + ".weight_shape", ("int64", "int32"), ((2,),))
         outputs, inputs = map(int, source.read(stem + ".weight_shape", (slice(0, 2),)))
@@ -209,7 +213,7 @@ class Packed:
             needed(source, stem + GROUPS, ("int32", "int64"), ((inputs,),))
         return outputs, inputs
 
-    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+    def read(self, source: TensorSource, stem: str, index: Index) -> np.ndarray:
         inputs = self.shape(source, stem)[1]
         outputs, span = index
         words, inside = words_of(span, self.bits)
@@ -229,7 +233,7 @@ class Packed:
             group_of,
         )
 
-    def _zeros(self, source: Source, stem: str, outputs: slice, groups: slice) -> np.ndarray:
+    def _zeros(self, source: TensorSource, stem: str, outputs: slice, groups: slice) -> np.ndarray:
         """Returns zero points f32[outputs, groups], which are packed along the outputs."""
         words, inside = words_of(outputs, self.bits)
         return unpacked(source.read(stem + PACKED_ZERO, (words, groups)).T, self.bits)[:, inside].T.astype(np.float32)
@@ -254,7 +258,7 @@ class MXFP4:
     numbers: str = "_blocks"
     beside: tuple[str, ...] = ("_scales",)
 
-    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+    def shape(self, source: TensorSource, stem: str) -> tuple[int, ...]:
         found = needed(source, stem + "_blocks", ("uint8",))
         if len(found) != 4 or found[3] != BLOCK // 2:
             raise WrongShape(
@@ -264,7 +268,7 @@ class MXFP4:
         needed(source, stem + "_scales", ("uint8",), (found[:3],))
         return found[0], found[2] * BLOCK, found[1]
 
-    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+    def read(self, source: TensorSource, stem: str, index: Index) -> np.ndarray:
         self.shape(source, stem)
         experts, span, outputs = index
         out = np.empty([part.stop - part.start for part in index], np.float32)
@@ -272,7 +276,7 @@ class MXFP4:
             out[position] = self._read_expert(source, stem, expert, span, outputs)
         return out
 
-    def _read_expert(self, source: Source, stem: str, expert: int, span: slice, outputs: slice) -> np.ndarray:
+    def _read_expert(self, source: TensorSource, stem: str, expert: int, span: slice, outputs: slice) -> np.ndarray:
         """Returns one expert's f32[span, outputs]."""
         blocks, block_of = blocks_of(span, BLOCK)
         one = slice(expert, expert + 1)
@@ -313,7 +317,7 @@ class GPTQ:
     numbers: str = ".qweight"
     beside: tuple[str, ...] = (".qzeros", ".scales", ".g_idx")
 
-    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+    def shape(self, source: TensorSource, stem: str) -> tuple[int, ...]:
         each = 32 // self.bits
         words, outputs = matrix(source, stem + ".qweight", ("int32",))
         inputs = words * each
@@ -324,7 +328,7 @@ class GPTQ:
             needed(source, stem + ".g_idx", ("int32", "int64"), ((inputs,),))
         return outputs, inputs
 
-    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+    def read(self, source: TensorSource, stem: str, index: Index) -> np.ndarray:
         inputs = self.shape(source, stem)[1]
         outputs, span = index
         size = self.group_size or inputs
@@ -347,7 +351,7 @@ class GPTQ:
 # The interface of a storage scheme, and the parsing of its configuration.
 
 
-class Scheme(Protocol):
+class StorageFormat(Protocol):
     """A storage scheme. A weight `X` + `plain` is stored as `X` + `numbers`, with scales in `X` + `beside`."""
 
     @property
@@ -370,20 +374,20 @@ class Scheme(Protocol):
         """Suffixes of the auxiliary tensors, such as scales."""
         ...
 
-    def shape(self, source: Source, stem: str) -> tuple[int, ...]:
+    def shape(self, source: TensorSource, stem: str) -> tuple[int, ...]:
         """Returns the plain weight's shape. Raises a `CheckpointError` if one of its tensors is invalid."""
         ...
 
-    def read(self, source: Source, stem: str, index: Index) -> np.ndarray:
+    def read(self, source: TensorSource, stem: str, index: Index) -> np.ndarray:
         """Returns a slice of the plain weight in float32, reading only the bytes it needs."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Quantization:
+class QuantizationConfig:
     """A checkpoint's storage scheme, with flags for quantised activations and KV, which are not applied here."""
 
-    scheme: Scheme
+    scheme: StorageFormat
     activations: bool = False  # the checkpoint intends quantised activations
     kv_cache: bool = False  # the checkpoint has scales for KV pages
 
@@ -395,16 +399,16 @@ E4M3 = "float8_e4m3fn"
 FP8 = "fp8 e4m3"
 
 
-def read_quantization(folder: Path) -> Quantization | None:
+def read_quantization(folder: Path) -> QuantizationConfig | None:
     """Returns how the weights in `folder` are quantised; None if they are plain. Raises `CheckpointError`."""
-    found = quantization_of(Fields(read_json(folder / "config.json"), str(folder / "config.json")))
+    found = quantization_of(JsonFields(read_json(folder / "config.json"), str(folder / "config.json")))
     if found is not None or not (folder / MODELOPT_FILE).exists():
         return found
-    own = Fields(read_json(folder / MODELOPT_FILE), str(folder / MODELOPT_FILE)).part("quantization")
+    own = JsonFields(read_json(folder / MODELOPT_FILE), str(folder / MODELOPT_FILE)).part("quantization")
     return None if own is None or own.word("quant_algo") is None else _modelopt(own)
 
 
-def quantization_of(read: Fields) -> Quantization | None:
+def quantization_of(read: JsonFields) -> QuantizationConfig | None:
     """Returns the quantisation of a `config.json`, or None. Raises `UnsupportedModel`."""
     parts = (read.part(key) for key in KEYS)
     settings = next((part for part in parts if part is not None and part.raw), None)
@@ -419,7 +423,7 @@ def quantization_of(read: Fields) -> Quantization | None:
     return METHODS[method](settings)
 
 
-def _one_of(read: Fields, key: str, supported: tuple[object, ...], default: object = None) -> None:
+def _one_of(read: JsonFields, key: str, supported: tuple[object, ...], default: object = None) -> None:
     """Refuses a value of `key` that is not in `supported`; `default` is the meaning of an absent key."""
     value = read.raw.get(key, default)
     if not any(type(value) is type(each) and value == each for each in supported):
@@ -429,7 +433,7 @@ def _one_of(read: Fields, key: str, supported: tuple[object, ...], default: obje
         )
 
 
-def _group_size(read: Fields, *keys: str) -> int:
+def _group_size(read: JsonFields, *keys: str) -> int:
     """Returns the inputs that share a scale; 0 for a whole row, which files write as -1."""
     key = next((key for key in keys if key in read.raw), keys[0])
     size = read.whole(key, -1, MOST_GROUP)
@@ -442,7 +446,7 @@ def _groups(size: int) -> str:
     return f"groups of {size}" if size else "a scale a row"
 
 
-def _pair(read: Fields, key: str) -> tuple[int, int] | None:
+def _pair(read: JsonFields, key: str) -> tuple[int, int] | None:
     value = read.raw.get(key)
     if value is None:
         return None
@@ -452,35 +456,37 @@ def _pair(read: Fields, key: str) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
-def _fp8(read: Fields) -> Quantization:
+def _fp8(read: JsonFields) -> QuantizationConfig:
     """Parses fp8 of DeepSeek V3 and Qwen3 (blocks), AutoFP8 and Mistral (one scale per tensor)."""
     _one_of(read, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     _one_of(read, "activation_scheme", ("dynamic", "static"), "dynamic")
     block = _pair(read, "weight_block_size")
     how = "a scale a tensor or row" if block is None else f"blocks of {block[0]} x {block[1]}"
-    return Quantization(Scaled(E4M3, block, f"{FP8}, {how}"), activations=True)
+    return QuantizationConfig(ScaledFormat(E4M3, block, f"{FP8}, {how}"), activations=True)
 
 
-def _fbgemm(read: Fields) -> Quantization:
-    return Quantization(Scaled(E4M3, label=f"{FP8}, a scale a row"), activations=True)
+def _fbgemm(read: JsonFields) -> QuantizationConfig:
+    return QuantizationConfig(ScaledFormat(E4M3, label=f"{FP8}, a scale a row"), activations=True)
 
 
-def _modelopt(read: Fields) -> Quantization:
+def _modelopt(read: JsonFields) -> QuantizationConfig:
     _one_of(read, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
     kv = read.raw.get("kv_cache_quant_algo") or read.raw.get("kv_cache_scheme")
-    return Quantization(Scaled(E4M3, label=f"{FP8}, a scale a tensor or row"), activations=True, kv_cache=bool(kv))
+    return QuantizationConfig(
+        ScaledFormat(E4M3, label=f"{FP8}, a scale a tensor or row"), activations=True, kv_cache=bool(kv)
+    )
 
 
-def _awq(read: Fields) -> Quantization:
+def _awq(read: JsonFields) -> QuantizationConfig:
     _one_of(read, "bits" if "bits" in read.raw else "w_bit", (BITS,), BITS)
     _one_of(read, "zero_point", (True,), True)
     layout = "version" if "version" in read.raw else "format"
     _one_of(read, layout, ("gemm", "GEMM"), "gemm")
     size = _group_size(read, "group_size", "q_group_size")
-    return Quantization(AWQ(size, f"awq of {BITS} bits, {_groups(size)}"))
+    return QuantizationConfig(AWQ(size, f"awq of {BITS} bits, {_groups(size)}"))
 
 
-def _gptq(read: Fields) -> Quantization:
+def _gptq(read: JsonFields) -> QuantizationConfig:
     _one_of(read, "bits", (2, 4, 8))
     key = "checkpoint_format" if "checkpoint_format" in read.raw else "format"
     _one_of(read, key, ("gptq", "gptq_v2"), "gptq")
@@ -492,14 +498,14 @@ def _gptq(read: Fields) -> Quantization:
     bits, size = read.needed("bits", 8), _group_size(read, "group_size")
     offset = 0 if read.raw.get(key) == "gptq_v2" else 1
     label = f"gptq of {bits} bits, {_groups(size)}"
-    return Quantization(GPTQ(bits, size, read.flag("desc_act"), offset, label))
+    return QuantizationConfig(GPTQ(bits, size, read.flag("desc_act"), offset, label))
 
 
-def _mxfp4(read: Fields) -> Quantization:
-    return Quantization(MXFP4())
+def _mxfp4(read: JsonFields) -> QuantizationConfig:
+    return QuantizationConfig(MXFP4())
 
 
-def _compressed_tensors(read: Fields) -> Quantization:
+def _compressed_tensors(read: JsonFields) -> QuantizationConfig:
     """Parses compressed-tensors; all groups must use one scheme."""
     _one_of(read, "quantization_status", ("compressed", "frozen"), "compressed")
     sparsity, transform = read.part("sparsity_config"), read.part("transform_config")
@@ -515,10 +521,10 @@ def _compressed_tensors(read: Fields) -> Quantization:
         raise UnsupportedModel(f"{read.place} config_groups quantise weights as {labels}; supported: one way for all")
     keys = ("input_activations", "output_activations")
     activations = any(kind.raw.get(key) for kind in kinds if kind is not None for key in keys)
-    return Quantization(found.pop(), activations, kv_cache=bool(read.raw.get("kv_cache_scheme")))
+    return QuantizationConfig(found.pop(), activations, kv_cache=bool(read.raw.get("kv_cache_scheme")))
 
 
-def _of_group(read: Fields, group: Fields) -> Scheme:
+def _of_group(read: JsonFields, group: JsonFields) -> StorageFormat:
     own = group if group.raw.get("format") is not None else read
     _one_of(own, "format", ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"))
     weights = group.part("weights")
@@ -530,10 +536,10 @@ def _of_group(read: Fields, group: Fields) -> Scheme:
     _one_of(weights, "num_bits", (8,), 8)
     block, how = _sharing(weights)
     is_float = weights.raw.get("type") == "float"
-    return Scaled(E4M3 if is_float else "int8", block, f"{FP8 if is_float else 'int8'}, {how}")
+    return ScaledFormat(E4M3 if is_float else "int8", block, f"{FP8 if is_float else 'int8'}, {how}")
 
 
-def _sharing(weights: Fields) -> tuple[tuple[int, int] | None, str]:
+def _sharing(weights: JsonFields) -> tuple[tuple[int, int] | None, str]:
     """Returns the rows and columns that share a scale, and a description."""
     _one_of(weights, "strategy", ("tensor", "channel", "group", "block"), "tensor")
     match weights.raw.get("strategy"):
@@ -550,7 +556,7 @@ def _sharing(weights: Fields) -> tuple[tuple[int, int] | None, str]:
     return None, "a scale a tensor"
 
 
-def _packed(weights: Fields) -> Scheme:
+def _packed(weights: JsonFields) -> StorageFormat:
     _one_of(weights, "type", ("int",), "int")
     _one_of(weights, "num_bits", (4, 8), 8)
     _one_of(weights, "strategy", ("group", "channel"))
@@ -558,10 +564,10 @@ def _packed(weights: Fields) -> Scheme:
     size = _group_size(weights, "group_size") if weights.raw["strategy"] == "group" else 0
     symmetric = weights.flag("symmetric") or "symmetric" not in weights.raw
     label = f"packed int{bits}, {_groups(size)}"
-    return Packed(bits, size, not symmetric, weights.raw.get("actorder") == "group", label)
+    return PackedFormat(bits, size, not symmetric, weights.raw.get("actorder") == "group", label)
 
 
-METHODS: dict[str, Callable[[Fields], Quantization]] = {
+METHODS: dict[str, Callable[[JsonFields], QuantizationConfig]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "modelopt": _modelopt,

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from jdisagg.model.names import Index
-from jdisagg.model.quantized.config import Quantization, Scaled, Scheme
+from jdisagg.model.quantized.config import QuantizationConfig, ScaledFormat, StorageFormat
 from jdisagg.model.sources import FLOATS, HFSource, StoredChannels
 
 OF_PAGES = (".k_scale", ".v_scale", ".kv_scale")
@@ -33,7 +33,7 @@ UNREAD = (
 class QuantizedSource:
     """Slices of dequantised weights in float32, and of other tensors in their stored dtype."""
 
-    def __init__(self, inner: HFSource, quantization: Quantization) -> None:
+    def __init__(self, inner: HFSource, quantization: QuantizationConfig) -> None:
         self.inner, self.quantization = inner, quantization
         self._scheme = quantization.scheme
         self._shapes: dict[str, tuple[int, ...] | None] = {}
@@ -48,7 +48,7 @@ class QuantizedSource:
         found = (self._plain_name(stored) for stored in self.inner.names)
         return sorted({name for name in found if name is not None})
 
-    def scheme_of(self, name: str) -> Scheme | None:
+    def scheme_of(self, name: str) -> StorageFormat | None:
         """Returns the storage scheme of a tensor; None if it is plain."""
         scheme = self._scheme
         if not name.endswith(scheme.plain) or self._is_plain(name):
@@ -77,12 +77,12 @@ class QuantizedSource:
 
     def channels(self, name: str) -> StoredChannels | None:
         scheme = self.scheme_of(name)
-        return scheme.channels(self.inner, self._stem(name)) if isinstance(scheme, Scaled) else None
+        return scheme.channels(self.inner, self._stem(name)) if isinstance(scheme, ScaledFormat) else None
 
     def is_kept(self, dtype: str) -> bool:
         """Returns True if products of `dtype` can use the numbers as stored."""
         scheme = self._scheme
-        return isinstance(scheme, Scaled) and scheme.block is None and scheme.of_products == dtype
+        return isinstance(scheme, ScaledFormat) and scheme.block is None and scheme.of_products == dtype
 
     @property
     def scheme_label(self) -> str:

@@ -9,14 +9,14 @@ import numpy as np
 
 from jdisagg.core.errors import CheckpointError, MissingTensor, WrongDtype, WrongShape
 from jdisagg.model.names import Index
-from jdisagg.model.sources import FLOATS, Source
+from jdisagg.model.sources import FLOATS, TensorSource
 
 Shape = tuple[int, ...]
 SCALES = (*FLOATS, "float8_e8m0fnu")  # dtypes of scales
 STRIP_NUMBERS = 1 << 16  # numbers dequantised at once: with temporaries, about the size of a CPU cache
 
 
-def needed(source: Source, name: str, dtypes: Sequence[str], shapes: Sequence[Shape] | None = None) -> Shape:
+def needed(source: TensorSource, name: str, dtypes: Sequence[str], shapes: Sequence[Shape] | None = None) -> Shape:
     """Returns the shape of a required auxiliary tensor. Raises subclasses of `CheckpointError`."""
     shape = source.shape(name)
     if shape is None:
@@ -30,7 +30,7 @@ def needed(source: Source, name: str, dtypes: Sequence[str], shapes: Sequence[Sh
     return shape
 
 
-def matrix(source: Source, name: str, dtypes: Sequence[str]) -> tuple[int, int]:
+def matrix(source: TensorSource, name: str, dtypes: Sequence[str]) -> tuple[int, int]:
     shape = needed(source, name, dtypes)
     if len(shape) != 2:
         raise WrongShape(f"tensor {name} in {source.place} has shape {list(shape)}; needed: two dimensions")
@@ -47,7 +47,7 @@ def blocks_of(span: slice, size: int) -> tuple[slice, np.ndarray]:
     return slice(first, ceil_div(span.stop, size)), np.arange(span.start, span.stop) // size - first
 
 
-def groups_of(source: Source, name: str, span: slice, size: int, count: int) -> tuple[slice, np.ndarray]:
+def groups_of(source: TensorSource, name: str, span: slice, size: int, count: int) -> tuple[slice, np.ndarray]:
     """Returns the range of groups that covers the inputs of `span`, and each input's group within it.
 
     Tensor `name` gives the group of each of the inputs; without it, `size` consecutive inputs form a group. Raises
@@ -82,7 +82,7 @@ def unpacked(words: np.ndarray, bits: int, places: Sequence[int] | None = None) 
     return out
 
 
-def read_f32(source: Source, name: str, index: Index) -> np.ndarray:
+def read_f32(source: TensorSource, name: str, index: Index) -> np.ndarray:
     return source.read(name, index).astype(np.float32)
 
 

@@ -29,7 +29,7 @@ from jdisagg.core.request import Attempt, RequestId, WorkerId
 from jdisagg.core.steps import KVTransfer
 from jdisagg.core.worker_config import MOST, WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
-from jdisagg.kv.shipping import HeadSlices, LandedKV, PackedKV, Seats
+from jdisagg.kv.shipping import DestinationDevices, HeadSlices, PackedMove, ReceivedSlices
 from jdisagg.kv.transport.choose import Capability, choose, open_transport, read_capability
 from jdisagg.kv.transport.config import TransportConfig
 from jdisagg.kv.transport.ticket import Ticket, TransferId, Transport, read_ticket
@@ -213,7 +213,7 @@ class RemoteShipment:
     """A part that came from another process; see `executor.Shipment`."""
 
     transfer: KVTransfer
-    landed: list[LandedKV]  # where a stage is on other processes' devices alone, nothing of it
+    landed: list[ReceivedSlices]  # where a stage is on other processes' devices alone, nothing of it
     came: bool = True
 
     def wait_packed(self) -> None:
@@ -320,9 +320,9 @@ class RemoteKV:
 
     def _pull(
         self, machine: MeshExecutor, notice: dict[str, Any], peer: PeerRecord, deadline_s: float
-    ) -> list[LandedKV]:
+    ) -> list[ReceivedSlices]:
         moves = notice["moves"]
-        seats = [Seats.of(machine.pages[stage], width, len(kinds)) for stage, *_, width, kinds in moves]
+        seats = [DestinationDevices.of(machine.pages[stage], width, len(kinds)) for stage, *_, width, kinds in moves]
         sources = [_sources(machine, peer, each, move) for each, move in zip(seats, moves, strict=True)]
         came = dict[int, Iterator[Array]]()
         for source, rank, ticket in map(_read_piece, notice["pieces"]):
@@ -338,7 +338,7 @@ class RemoteKV:
             if not each.shards:
                 continue
             slices = each.joined([next(came[rank]) for rank in ranks], kinds)
-            landed.append(LandedKV(stage, range(first, stop), slices, np.array(pages, np.int32)))
+            landed.append(ReceivedSlices(stage, range(first, stop), slices, np.array(pages, np.int32)))
         return landed
 
     def _pull_piece(self, ticket: Ticket, devices: Sequence[Device], deadline_s: float) -> Iterator[Array]:
@@ -378,7 +378,7 @@ def notice_of(transfer: KVTransfer, moves: list[Any], pieces: list[Any]) -> dict
     return {"transfer": transfer, "moves": moves, "pieces": pieces}
 
 
-def _sources(machine: MeshExecutor, peer: PeerRecord, seats: Seats, move: Any) -> list[int]:
+def _sources(machine: MeshExecutor, peer: PeerRecord, seats: DestinationDevices, move: Any) -> list[int]:
     """The rank of the peer's process that sends each array of a move that comes here. Raises BadTicket."""
     stage, first, stop, _, width, kinds = move
     found = next((each for each, shape in enumerate(peer.stages) if first in shape.layers), None)
@@ -392,7 +392,7 @@ def _sources(machine: MeshExecutor, peer: PeerRecord, seats: Seats, move: Any) -
     return [rank for shard in seats.shards for _ in kinds for rank in rows[shard]]
 
 
-def _move_json(packed: PackedKV) -> list[Any]:
+def _move_json(packed: PackedMove) -> list[Any]:
     layers, kinds = packed.layers, list(packed.slices.kinds)
     return [packed.stage, layers.start, layers.stop, packed.pages.tolist(), packed.width, kinds]
 

@@ -256,10 +256,7 @@ def build_router(
     def begin_term(term: int) -> None:
         service.driver.post(ROUTER, TermBegan(term))
 
-    def step_down(why: str) -> None:
-        service.end(why)
-
-    leadership = leadership_of(settings, fronts, begin_term, step_down)
+    leadership = leadership_of(settings, fronts, begin_term, lambda why: service.end(why))  # noqa: PLW0108  made below
     control_server = ControlServer(
         f"{settings.host}:{settings.control_port}",
         remote_kv.config.secret,

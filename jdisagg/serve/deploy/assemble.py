@@ -24,15 +24,15 @@ from jdisagg.core.router_config import RouterConfig, Routing
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.engine.mesh_executor import MeshExecutor, Shape
+from jdisagg.engine.mesh_executor import MeshExecutor, ReshapeTarget
 from jdisagg.engine.spec.draft_layers import DraftModel
 from jdisagg.kv.shipping import shapes_of
-from jdisagg.model.calibration import TEXT, Loss, measure_loss
+from jdisagg.model.calibration import TEXT, AccuracyReport, measure_loss
 from jdisagg.model.checkpoint import open_source, read_defaults, size_text
 from jdisagg.model.draft_head import HeadConfig, HeadModel
 from jdisagg.model.products import ProductTimes, time_products
 from jdisagg.model.sources import HFSource
-from jdisagg.model.sources import Source as WeightSource
+from jdisagg.model.sources import TensorSource as WeightSource
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.policy.router.router import Router
 from jdisagg.policy.scaling import Scaling
@@ -95,7 +95,7 @@ def _measured(deployment: Deployment, settings: Settings, source: WeightSource) 
     tokenizer = Tokenizer(settings.tokenizer or deployment.model_folder)
     tokens = tokenizer.encode(TEXT)[:CALIBRATION_TOKENS]
 
-    def loss_of(dtype: str) -> Loss:
+    def loss_of(dtype: str) -> AccuracyReport:
         return measure_loss(source, deployment.model, dtype, tokens)
 
     if deployment.weight_dtype != AUTO:
@@ -114,17 +114,19 @@ def kept_experts(model: ModelConfig, weights: WeightFormat, dtype: str) -> str:
     return f"; experts stay {dtype}: {held}, {share:.0%} of all weights, in each worker"
 
 
-def _described_loss(loss: Loss) -> tuple[WeightFormat, str]:
+def _described_loss(loss: AccuracyReport) -> tuple[WeightFormat, str]:
     full_text = f"; full stay {', '.join(sorted(loss.weights.full))}" if loss.weights.full else ""
     return loss.weights, f"{loss.weights.dtype}: {described(loss)}{full_text}"
 
 
-def described(loss: Loss) -> str:
+def described(loss: AccuracyReport) -> str:
     """Returns the text for the loss of a format, used in all lines about it."""
     return f"KL {loss.kl:.2g} nats a token, {loss.agreement:.0%} of greedy tokens as the full model's"
 
 
-def chosen(full: str, times: Mapping[str, ProductTimes], loss_of: Callable[[str], Loss]) -> tuple[WeightFormat, str]:
+def chosen(
+    full: str, times: Mapping[str, ProductTimes], loss_of: Callable[[str], AccuracyReport]
+) -> tuple[WeightFormat, str]:
     """Returns the fastest dtype that beats `full` clearly and loses little, else `full`, and the reason in one line."""
     most_s = GAIN * times[AS_ACTIVATIONS].total_s
     faster = sorted((each for each in times if times[each].total_s <= most_s), key=lambda each: times[each].total_s)
@@ -311,12 +313,12 @@ def worker_shapes(deployment: Deployment, settings: Settings) -> dict[WorkerId, 
     }
 
 
-def shape_finder(able: Mapping[WorkerId, WorkerShapes]) -> Callable[[WorkerConfig], Shape]:
+def shape_finder(able: Mapping[WorkerId, WorkerShapes]) -> Callable[[WorkerConfig], ReshapeTarget]:
     """Returns a function that finds the executor shape of a configuration."""
 
-    def find(config: WorkerConfig) -> Shape:
+    def find(config: WorkerConfig) -> ReshapeTarget:
         found = next(each for each in able[config.worker].able.values() if each.config == config)
-        assert isinstance(found, Shape), f"{config.worker} is of another process"
+        assert isinstance(found, ReshapeTarget), f"{config.worker} is of another process"
         return found
 
     return find

@@ -20,7 +20,7 @@ from jdisagg.core.model_identity import ModelIdentity
 from jdisagg.core.request import WorkerId
 from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role, WorkerConfig, WorkerSizes, kv_runs, kv_sizes, worker_config
-from jdisagg.engine.mesh_executor import Shape
+from jdisagg.engine.mesh_executor import ReshapeTarget
 from jdisagg.model.checkpoint import read_model, stored_weights, why_no_model
 from jdisagg.model.draft_head import HeadConfig
 from jdisagg.model.gguf.file import gguf_name, is_gguf
@@ -367,7 +367,7 @@ class WorkerShapes:
 
 def shapes_of(deployment: Deployment, settings: Settings, mesh_row: WorkerMesh, name: WorkerId) -> WorkerShapes:
     """Returns the shapes that the worker `name` of a mesh row can take."""
-    able, impossible, usual = dict[str, Shape](), dict[str, str](), dict[Role, str]()
+    able, impossible, usual = dict[str, ReshapeTarget](), dict[str, str](), dict[Role, str]()
     for pool in _cuts(len(mesh_row.device_ids)):
         text = str(pool)
         try:
@@ -391,7 +391,9 @@ def _cuts(devices: int) -> Iterator[PoolSpec]:
             yield PoolSpec(role, pp=devices // tp, tp=tp)
 
 
-def _shape(deployment: Deployment, settings: Settings, mesh_row: WorkerMesh, name: WorkerId, own: KVLayout) -> Shape:
+def _shape(
+    deployment: Deployment, settings: Settings, mesh_row: WorkerMesh, name: WorkerId, own: KVLayout
+) -> ReshapeTarget:
     """Returns the worker's shape for a mesh row; `own` is its layout at start. Raises ConfigError, MeshError."""
     model, layout = deployment.model, deployment.layout(mesh_row.role)
     if settings.tiers and layout != own:
@@ -408,4 +410,4 @@ def _shape(deployment: Deployment, settings: Settings, mesh_row: WorkerMesh, nam
     speculation, has_grammars = read_speculation(settings.speculative), not why_no_grammars(settings)
     known = pages, layout.page_size, longest, speculation, has_grammars
     sizes = WorkerSizes(deployment.sizes, *known, **kv_sizes(layers, deployment.kv, draft_pages))
-    return Shape(worker_config(settings, replace(mesh_row, worker=name), sizes), layout, layers)
+    return ReshapeTarget(worker_config(settings, replace(mesh_row, worker=name), sizes), layout, layers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jdisagg.cluster.job import as_flags
-from jdisagg.cluster.membership import GroupPlace
+from jdisagg.cluster.membership import GroupRank
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.mesh_spec import Schedule, WorkerMesh
 from jdisagg.core.model_config import AS_ACTIVATIONS
@@ -45,7 +45,7 @@ class DryRun:
     deployment: Deployment
     settings: Settings
     platform: str
-    group: GroupPlace | None = None  # of this process; its size counts for all groups of the role
+    group: GroupRank | None = None  # of this process; its size counts for all groups of the role
 
     def processes(self) -> list[ProcessPlan]:
         """Returns all processes. Raises ConfigError if a worker's devices cannot be split over its group."""

@@ -18,8 +18,8 @@ from jdisagg.core.errors import BadTicket, TransferRefused
 from jdisagg.core.messages import PAGE_NAME_BYTES
 from jdisagg.core.request import Attempt, WorkerId
 from jdisagg.core.tiers import PageMove, PagesMoved, Tier
-from jdisagg.engine.executor import PagesPacked, Shipment, TieredExecutor
-from jdisagg.kv.tiers.stores import Good, Store
+from jdisagg.engine.executor import PendingPages, Shipment, TieredExecutor
+from jdisagg.kv.tiers.stores import Good, PageStore
 from jdisagg.serve.driver.readers import Readers
 
 log = logging.getLogger("jdisagg.tiers")
@@ -30,7 +30,7 @@ class WorkerStores:
     """The stores that keep one worker's pages below HBM. Stores of one fingerprint have interchangeable records."""
 
     record_bytes: int
-    stores: Mapping[Tier, Store]
+    stores: Mapping[Tier, PageStore]
     fingerprint: str = ""
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class TierMoves:
         put = self._lend if move.destination is Tier.PEER else self._put
         self._readers.read(f"down-{actor}-{move.peer or move.destination}", lambda: put(actor, move, packed, began_s))
 
-    def _put(self, actor: WorkerId, move: PageMove, packed: PagesPacked | None, began_s: float) -> None:
+    def _put(self, actor: WorkerId, move: PageMove, packed: PendingPages | None, began_s: float) -> None:
         stores = self._stores[actor]
         try:
             records, good = self._read_source(stores, move, packed)
@@ -130,13 +130,15 @@ class TierMoves:
             event = _failed_move(move, error)
         self._inbox.post(actor, event)
 
-    def _read_source(self, stores: WorkerStores, move: PageMove, packed: PagesPacked | None) -> tuple[np.ndarray, Good]:
+    def _read_source(
+        self, stores: WorkerStores, move: PageMove, packed: PendingPages | None
+    ) -> tuple[np.ndarray, Good]:
         if packed is None:
             return self._get(stores, move)
         records, fine = packed.read()
         return records, (fine,) * len(records)
 
-    def _lend(self, actor: WorkerId, move: PageMove, packed: PagesPacked | None, began_s: float) -> None:
+    def _lend(self, actor: WorkerId, move: PageMove, packed: PendingPages | None, began_s: float) -> None:
         """Sends the records before the first gap to the worker that asked for them."""
         stores = self._stores[actor]
         try:

@@ -24,7 +24,15 @@ from jdisagg.core.model_config import NAMES, WeightFormat
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.declaration import DeclaredProgram
-from jdisagg.engine.mesh_executor import MeshExecutor, Shape, compile_cold, programs_with, read_anew, reshaped, shape_of
+from jdisagg.engine.mesh_executor import (
+    MeshExecutor,
+    ReshapeTarget,
+    compile_cold,
+    programs_with,
+    read_anew,
+    reshaped,
+    shape_of,
+)
 from jdisagg.model import calibration, products
 from jdisagg.model.names import matrix_leaves
 from jdisagg.parallel.topology import machine_name
@@ -65,7 +73,7 @@ class MeshReshaper:
     """
 
     machines: MutableMapping[WorkerId, MeshExecutor]
-    shape: Callable[[WorkerConfig], Shape]
+    shape: Callable[[WorkerConfig], ReshapeTarget]
     remote_programs: Callable[[MeshExecutor], Sequence[DeclaredProgram]] = lambda machine: ()
     became: Callable[[MeshExecutor], None] = lambda machine: None
     times: dict[WorkerId, ReshapeTimes] = field(default_factory=dict[WorkerId, ReshapeTimes])
@@ -83,7 +91,7 @@ class MeshReshaper:
             self._warm(read_anew(old, before), call)
             return before.config, f"{type(error).__name__}: {error}"
 
-    def _change(self, old: MeshExecutor, shape: Shape, call: Call) -> None:
+    def _change(self, old: MeshExecutor, shape: ReshapeTarget, call: Call) -> None:
         began_s = time.perf_counter()
         machine, held = reshaped(old, shape)
         cut_s = time.perf_counter()

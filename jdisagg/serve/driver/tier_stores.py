@@ -14,7 +14,7 @@ from jdisagg.core.worker_config import WorkerConfig
 from jdisagg.engine.mesh_executor import MeshExecutor
 from jdisagg.kv.tiers.pool.open import open_pool
 from jdisagg.kv.tiers.records import RecordLayout
-from jdisagg.kv.tiers.stores import DiskStore, DramStore, FileInUse, Store
+from jdisagg.kv.tiers.stores import DiskStore, DramStore, FileInUseError, PageStore
 from jdisagg.serve.deploy.deployment import Deployment
 from jdisagg.serve.driver.driver import LiveDriver
 from jdisagg.serve.driver.kv_moves import WorkerStores
@@ -32,7 +32,7 @@ def open_stores(
 
 def _stores(settings: Settings, machine: MeshExecutor, model: str) -> WorkerStores:
     config, form = machine.config, machine.tier_pages.form
-    stores: dict[Tier, Store] = {}
+    stores: dict[Tier, PageStore] = {}
     if config.dram_pages:
         stores[Tier.DRAM] = DramStore(config.dram_pages, form.record_bytes)
     if config.disk_pages:
@@ -49,7 +49,7 @@ def _disk(settings: Settings, config: WorkerConfig, form: RecordLayout, fingerpr
         try:
             path = folder / f"{config.role}-{number}.kv"
             return DiskStore(path, config.disk_pages, form.record_bytes, fingerprint)
-        except FileInUse:
+        except FileInUseError:
             continue
     raise AssertionError("the count of files never ends")
 

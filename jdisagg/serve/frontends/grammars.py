@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Settings
-from jdisagg.model.grammars.grammars import Grammars, grammars_installed, open_grammars
+from jdisagg.model.grammars.grammars import CompiledGrammars, grammars_installed, open_grammars
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def why_no_grammars(settings: Settings) -> str:
     return ""
 
 
-def grammars_of(settings: Settings, model_folder: Path, vocab_size: int) -> Grammars | None:
+def grammars_of(settings: Settings, model_folder: Path, vocab_size: int) -> CompiledGrammars | None:
     """What machines hold answers to their grammars by; None where there is nothing, which the log then says."""
     if why_no_grammars(settings):
         return None

@@ -12,7 +12,7 @@ import numpy as np
 
 from jdisagg.core.errors import ConfigError, RequestError
 from jdisagg.core.request import MAX_GRAMMAR, FinishReason, Request
-from jdisagg.model.grammars.grammars import GrammarCompiler, Whitespace, open_grammars
+from jdisagg.model.grammars.grammars import GrammarBuilder, WhitespaceFormat, open_grammars
 from jdisagg.serve.driver.service import Service
 from jdisagg.serve.frontends import text
 from jdisagg.serve.frontends.http.schema import brief
@@ -136,7 +136,7 @@ STRUCTURED = {"json": SCHEMA, "regex": REGEX, "choice": CHOICE, "grammar": GRAMM
 OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback", "disable_additional_properties")
 MAX_CHOICES = 4096
 TOO_LARGE = "too large"  # in what llguidance says of a grammar over its limits
-ORDINARY, COMPACT = Whitespace(), Whitespace("")
+ORDINARY, COMPACT = WhitespaceFormat(), WhitespaceFormat("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Form:
     kind: str
     what: Any
     field: str  # of the body
-    whitespace: Whitespace = ORDINARY
+    whitespace: WhitespaceFormat = ORDINARY
 
 
 def form_of(body: Mapping[str, Any]) -> Form | None:
@@ -163,7 +163,7 @@ def _plain(body: Mapping[str, Any]) -> Iterator[Form]:
     pattern = body.get("guided_whitespace_pattern")
     for name, kind in PLAIN.items():
         if body.get(name) is not None:
-            yield Form(kind, body[name], name, ORDINARY if pattern is None else Whitespace(pattern))
+            yield Form(kind, body[name], name, ORDINARY if pattern is None else WhitespaceFormat(pattern))
 
 
 def _response_format(asked: Mapping[str, Any] | None) -> Iterator[Form]:
@@ -199,7 +199,7 @@ def _structured(asked: Mapping[str, Any] | None) -> Iterator[Form]:
         )
     whitespace = COMPACT if given.get("disable_any_whitespace") else ORDINARY
     if "whitespace_pattern" in given:
-        whitespace = Whitespace(_text(given["whitespace_pattern"], "structured_outputs.whitespace_pattern"))
+        whitespace = WhitespaceFormat(_text(given["whitespace_pattern"], "structured_outputs.whitespace_pattern"))
     for name, kind in STRUCTURED.items():
         if name in given:
             yield Form(kind, given[name], f"structured_outputs.{name}", whitespace)
@@ -207,7 +207,7 @@ def _structured(asked: Mapping[str, Any] | None) -> Iterator[Form]:
         yield Form(SCHEMA, ANY_OBJECT, "structured_outputs.json_object", whitespace)
 
 
-def grammar_of(form: Form, compiler: GrammarCompiler) -> str:
+def grammar_of(form: Form, compiler: GrammarBuilder) -> str:
     """The form as a grammar that compiles. Raises RequestError where it does not, which says why; may take long."""
     writers: dict[str, Callable[[], str]] = {
         SCHEMA: lambda: compiler.of_schema(_schema(form), form.whitespace),
@@ -228,7 +228,7 @@ def grammar_of(form: Form, compiler: GrammarCompiler) -> str:
     return grammar
 
 
-def _where(form: Form, why: str, compiler: GrammarCompiler) -> str:
+def _where(form: Form, why: str, compiler: GrammarBuilder) -> str:
     """At which pointer of a schema, where a part of it alone is at fault; not asked where to compile takes long."""
     if form.kind != SCHEMA or TOO_LARGE in why:
         return ""

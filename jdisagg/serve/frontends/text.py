@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from jdisagg.core.events import Finish
 from jdisagg.core.messages import NO_TOKENS, TokenDelta
 from jdisagg.core.request import FinishReason, Sampled
-from jdisagg.model.tokenizer import Detokenizer, Tokenizer
+from jdisagg.model.tokenizer import TextDecoder, Tokenizer
 from jdisagg.serve.driver.service import Update
 from jdisagg.serve.frontends.tools.parser import Call
 
@@ -118,7 +118,7 @@ class Transcript:
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer, options.skip_special_tokens)
+        self._detokenizer = TextDecoder(tokenizer, options.skip_special_tokens)
         self._stops = StopStrings(options.stop, options.include_stop) if options.stop else None
         self._stop_token: int | None = None
         self._num_tokens = 0

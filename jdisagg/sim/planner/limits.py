@@ -25,8 +25,8 @@ from jdisagg.policy.worker.slots import MOST_GAP_S
 from jdisagg.sim.cluster_spec import ClusterSpec
 from jdisagg.sim.cost_models import CostModel
 from jdisagg.sim.fast_forward import SimulatedSequence
-from jdisagg.sim.planner.problem import Objectives, Problem, Workload
-from jdisagg.sim.planner.space import Candidate, Kind, devices_of
+from jdisagg.sim.planner.problem import Objectives, Problem, WorkloadSpec
+from jdisagg.sim.planner.space import Kind, PlanCandidate, devices_of
 
 SAMPLE = 256  # prompts by which prefill is measured
 STEPS = 12  # of a bisection: a rate to one part in 4,000
@@ -42,12 +42,12 @@ RESOURCES = {
 }
 
 
-class Infeasible(ConfigError):
+class InfeasibleError(ConfigError):
     """Raised for a candidate that misses an objective or has no room even without a queue."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CapacityLimits:
     """Requests per second of a whole candidate; inf if a resource never binds."""
 
     prefill: float
@@ -77,17 +77,17 @@ class Limits:
         return min(rates, key=lambda name: rates[name])
 
 
-class Arithmetic:
+class CapacityModel:
     """Computes the limits of many candidates; the limits of a worker shape are computed once for all meshes."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._prefills: dict[Hashable, Prefill] = {}
-        self._decodes: dict[Hashable, Decode] = {}
+        self._prefills: dict[Hashable, PrefillCapacity] = {}
+        self._decodes: dict[Hashable, DecodeCapacity] = {}
         self._rates: dict[Hashable, float] = {}
         self._carried: dict[Hashable, tuple[float, float]] = {}
 
-    def limits(self, candidate: Candidate) -> Limits:
+    def limits(self, candidate: PlanCandidate) -> CapacityLimits:
         """Returns a candidate's limits. Raises `InfeasibleError` with what is needed and what there is, or ConfigError
         if the candidate cannot be built."""
         given = self.problem.build(candidate)
@@ -105,7 +105,7 @@ class Arithmetic:
             (first_key, first.count, last_key if shared else None),
             lambda: _queue_limit(objectives, prefill, first.count, decode if shared else None),
         )
-        return Limits(
+        return CapacityLimits(
             prefill=first.count / prefill.mean_s,
             queue=queue,
             decode=last.count * carried,
@@ -115,18 +115,18 @@ class Arithmetic:
             step_s=step_s,
         )
 
-    def _prefill(self, given: ClusterSpec, pool: PoolSpec) -> tuple[Hashable, Prefill]:
+    def _prefill(self, given: ClusterSpec, pool: PoolSpec) -> tuple[Hashable, PrefillCapacity]:
         config = next(each for each in given.workers if each.role is pool.role)
         key = (pool.pp, pool.tp, config)
         return key, self._cached(
-            self._prefills, key, lambda: Prefill(given.costs[config.worker], config, self.problem.workload)
+            self._prefills, key, lambda: PrefillCapacity(given.costs[config.worker], config, self.problem.workload)
         )
 
-    def _decode(self, given: ClusterSpec, pool: PoolSpec) -> tuple[Hashable, Decode]:
+    def _decode(self, given: ClusterSpec, pool: PoolSpec) -> tuple[Hashable, DecodeCapacity]:
         config = next(each for each in given.workers if each.role is pool.role)
         key = (pool.pp, pool.tp, config)
         return key, self._cached(
-            self._decodes, key, lambda: Decode(given.costs[config.worker], config, self.problem.workload)
+            self._decodes, key, lambda: DecodeCapacity(given.costs[config.worker], config, self.problem.workload)
         )
 
     @staticmethod
@@ -136,24 +136,24 @@ class Arithmetic:
         return cached[key]
 
 
-def _check_unloaded(objectives: Objectives, prefill: Prefill, decode: Decode) -> None:
+def _check_unloaded(objectives: Objectives, prefill: PrefillCapacity, decode: DecodeCapacity) -> None:
     """Raises `InfeasibleError` if one request alone misses an objective."""
     first_s = float(np.quantile(prefill.alone_s, objectives.share))
     if first_s > objectives.ttft_s:
-        raise Infeasible(
+        raise InfeasibleError(
             f"an unloaded TTFT of {1e3 * first_s:.3g} ms is over the objective of {1e3 * objectives.ttft_s:.3g} ms"
         )
     step_s = decode.step_s(1)
     if step_s > objectives.tpot_s:
-        raise Infeasible(
+        raise InfeasibleError(
             f"an unloaded TPOT of {1e3 * step_s:.3g} ms is over the objective of {1e3 * objectives.tpot_s:.3g} ms"
         )
 
 
-class Prefill:
+class PrefillCapacity:
     """Seconds of one worker's prompts: alone, and as their share of full plans."""
 
-    def __init__(self, cost: CostModel, config: WorkerConfig, workload: Workload) -> None:
+    def __init__(self, cost: CostModel, config: WorkerConfig, workload: WorkloadSpec) -> None:
         self.cost, self.config = cost, config
         lengths = workload.lengths.sample(SAMPLE, 0).input_tokens.tolist()
         self.chunks = np.array([math.ceil(tokens / config.prefill_buckets[-1]) for tokens in lengths])
@@ -204,7 +204,9 @@ class Prefill:
         return self.cost.prefill_s(PrefillChunks(chunks, self.config.prefill_buckets[-1], 1))
 
 
-def _queue_limit(objectives: Objectives, prefill: Prefill, workers: int, decode: Decode | None) -> float:
+def _queue_limit(
+    objectives: Objectives, prefill: PrefillCapacity, workers: int, decode: DecodeCapacity | None
+) -> float:
     """Returns the highest rate at which `share` of the prompts are in time, first come first served on `workers`."""
     count = SAMPLE + PROMPTS_A_WORKER * workers
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1.0, count))
@@ -234,10 +236,10 @@ def _waits(arrivals: np.ndarray, service_s: np.ndarray, workers: int) -> np.ndar
     return waits
 
 
-class Decode:
+class DecodeCapacity:
     """One worker's decode steps. By Little's law a rate r keeps r x outputs x TPOT sequences in it."""
 
-    def __init__(self, cost: CostModel, config: WorkerConfig, workload: Workload) -> None:
+    def __init__(self, cost: CostModel, config: WorkerConfig, workload: WorkloadSpec) -> None:
         self.cost, self.config = cost, config
         self.means = workload.means
 
@@ -254,12 +256,12 @@ class Decode:
         plan = DecodeRows(0, active, 1, widths=(steps,) * len(active) if steps > 1 else (), turns=steps > 1)
         return self.cost.decode_s(plan, round(len(active) * self.means.context_tokens)) / steps
 
-    def _tpot_s(self, rate: float, batch: float, shared: Prefill | None) -> float:
+    def _tpot_s(self, rate: float, batch: float, shared: PrefillCapacity | None) -> float:
         """Returns a step's seconds divided by the share of time that prefill leaves on the same devices."""
         left_share = 1.0 - (rate * shared.mean_s if shared else 0.0)
         return self.step_s(batch) / left_share if left_share > 0 else math.inf
 
-    def most(self, tpot_s: float, shared: Prefill | None) -> tuple[float, float]:
+    def most(self, tpot_s: float, shared: PrefillCapacity | None) -> tuple[float, float]:
         """Returns the highest rate whose batch keeps steps within `tpot_s`, and the step's seconds there."""
         stages = self.config.num_microbatches
         slots = self.config.num_slots / stages
@@ -273,7 +275,7 @@ class Decode:
         rate = min(_highest(is_in_time, 2 * ceiling), ceiling)
         return rate, self.step_s(min(slots, rate * self.means.output_tokens * tpot_s / stages))
 
-    def held(self, shared: Prefill | None) -> float:
+    def held(self, shared: PrefillCapacity | None) -> float:
         """Returns the rate at which the pages are full; a prompt's reservation holds the mean context of its steps."""
         room = self.config.num_pages * self.config.page_size / self.means.context_tokens
         stages = self.config.num_microbatches
@@ -281,7 +283,7 @@ class Decode:
         prompt_s = float(shared.mean_s) * room if shared else 0.0  # every step of the resident sequences' prompts
         return room / (seconds + prompt_s)
 
-    def loaded_step_s(self, rate: float, shared: Prefill) -> float:
+    def loaded_step_s(self, rate: float, shared: PrefillCapacity) -> float:
         """Returns the seconds of a decode step between two chunks at the batch of `rate`; inf if it is too high."""
         tpot_s, stages = self.step_s(1), self.config.num_microbatches
         for _ in range(20):
@@ -292,7 +294,7 @@ class Decode:
         return self.step_s(rate * self.means.output_tokens * tpot_s / stages) if tpot_s < math.inf else math.inf
 
 
-def _link_limit(given: ClusterSpec, cost: CostModel, workload: Workload) -> float:
+def _link_limit(given: ClusterSpec, cost: CostModel, workload: WorkloadSpec) -> float:
     """Returns the bandwidth of the senders' or receivers' ports, the smaller, over the bytes of a mean prompt."""
     tokens = round(workload.means.input_tokens)
     pages = (0,) * given.workers[0].pages_for(tokens)
@@ -349,7 +351,7 @@ def corrected_itl(itl_s: float, d_correction_factor: float = 1.0) -> float:
 class Estimate:
     """The engines of one pair of worker shapes that carry a rate."""
 
-    candidate: Candidate
+    candidate: PlanCandidate
 
     @property
     def devices(self) -> int:
@@ -358,7 +360,7 @@ class Estimate:
 
 def estimates(
     problem: Problem,
-    shapes: Iterable[Candidate],
+    shapes: Iterable[PlanCandidate],
     rate_rps: float,
     p_correction_factor: float = 1.0,
     d_correction_factor: float = 1.0,
@@ -367,19 +369,19 @@ def estimates(
     Throughputs are those of the candidate's costs. Pairs that cannot be built are left out."""
     objectives = problem.objectives
     aimed = replace(objectives, tpot_s=corrected_itl(objectives.tpot_s, d_correction_factor))
-    arithmetic = Arithmetic(replace(problem, objectives=aimed))
+    arithmetic = CapacityModel(replace(problem, objectives=aimed))
     pairs = {_pair(shape): None for shape in shapes if shape.kind is Kind.DISAGGREGATED}
     found = [_estimate(problem, arithmetic, pair, rate_rps, p_correction_factor) for pair in pairs]
     return sorted((each for each in found if each), key=lambda each: each.devices)
 
 
-def _pair(shape: Candidate) -> Candidate:
+def _pair(shape: PlanCandidate) -> PlanCandidate:
     pools = tuple(replace(pool, count=1) for pool in shape.mesh.pools)
     return replace(shape, mesh=MeshSpec(pools))
 
 
 def _estimate(
-    problem: Problem, arithmetic: Arithmetic, pair: Candidate, rate_rps: float, p_correction_factor: float
+    problem: Problem, arithmetic: CapacityModel, pair: PlanCandidate, rate_rps: float, p_correction_factor: float
 ) -> Estimate | None:
     try:
         limits = arithmetic.limits(pair)

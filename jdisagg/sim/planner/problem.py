@@ -10,7 +10,7 @@ import numpy as np
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.sim.cluster_spec import ClusterSpec
-from jdisagg.sim.planner.space import Candidate
+from jdisagg.sim.planner.space import PlanCandidate
 from jdisagg.sim.traces import Trace, poisson
 
 
@@ -36,7 +36,7 @@ class Objectives:
 
 
 @dataclass(frozen=True)
-class Workload:
+class WorkloadSpec:
     """Requests by their lengths. The same seed draws the same requests and the same gaps at every rate, only scaled
     (common random numbers). So candidates and rates do not differ by chance."""
 
@@ -65,14 +65,14 @@ class Workload:
         return replace(untimed.rows(index), arrival_s=arrivals)
 
     @cached_property
-    def means(self) -> Means:
+    def means(self) -> MeanRequest:
         inputs, outputs = self.lengths.input_tokens, self.lengths.output_tokens
         context = float((outputs * (inputs + outputs / 2)).sum() / outputs.sum())
-        return Means(float(inputs.mean()), float(outputs.mean()), context)
+        return MeanRequest(float(inputs.mean()), float(outputs.mean()), context)
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class MeanRequest:
     """Mean token counts of a request."""
 
     input_tokens: float
@@ -85,11 +85,11 @@ class Problem:
     """A workload, objectives and a builder of clusters. `build` makes a candidate's workers; it raises ConfigError for
     an impossible one, for example if weights do not fit."""
 
-    workload: Workload
+    workload: WorkloadSpec
     objectives: Objectives
-    build: Callable[[Candidate], ClusterSpec]
+    build: Callable[[PlanCandidate], ClusterSpec]
     devices: int = 0  # paid for, used or not; 0: those that a candidate uses
     seed: int = 0
 
-    def paid(self, candidate: Candidate) -> int:
+    def paid(self, candidate: PlanCandidate) -> int:
         return self.devices or candidate.devices

@@ -17,10 +17,10 @@ from jdisagg.core.settings import Settings
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.arithmetic import PoolPrices, pool_prices
 from jdisagg.sim.cluster_spec import ClusterSpec
-from jdisagg.sim.planner.limits import RESOURCES, Estimate, Limits
+from jdisagg.sim.planner.limits import RESOURCES, CapacityLimits, Estimate
 from jdisagg.sim.planner.problem import Problem
-from jdisagg.sim.planner.search import BoundedCandidate, Counts, Found, Search, Shortlisted
-from jdisagg.sim.planner.space import Candidate, Kind, Space, devices_of
+from jdisagg.sim.planner.search import BoundedCandidate, SearchResult, SearchRun, SearchStats, ShortlistEntry
+from jdisagg.sim.planner.space import CandidateSource, Kind, PlanCandidate, devices_of
 
 # resources that delay first tokens: without a reservation no prompt starts
 FIRST_TOKEN = ("prefill", "queue", "memory")
@@ -28,7 +28,7 @@ LATER_TOKENS = ("decode", "link", "memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class GainEstimate:
     """The relative gain of one shortlisted candidate over another; `noise` is the difference expected between seeds."""
 
     mean: float
@@ -39,25 +39,25 @@ class Gain:
         return self.mean > self.noise
 
 
-def gain(one: Shortlisted, other: Shortlisted, tolerance: float) -> Gain:
+def gain(one: ShortlistEntry, other: ShortlistEntry, tolerance: float) -> GainEstimate:
     """Compares goodputs seed by seed, on the same requests. The noise is two standard errors, or the tolerance of the
     bisection if greater."""
     ratios = np.array(one.goodputs) / np.maximum(other.goodputs, 1e-12) - 1.0
     spread = 2 * float(ratios.std(ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
-    return Gain(float(ratios.mean()), max(spread, tolerance))
+    return GainEstimate(float(ratios.mean()), max(spread, tolerance))
 
 
 @dataclass(frozen=True, slots=True)
-class Recommendation:
+class RecommendedPlan:
     """The winner and the runner-up; `lines` explain the choice."""
 
-    winner: Shortlisted
-    runner_up: Shortlisted | None
+    winner: ShortlistEntry
+    runner_up: ShortlistEntry | None
     should_disaggregate: bool
     lines: tuple[str, ...]
 
 
-def recommend(problem: Problem, found: Found, tolerance: float) -> Recommendation:
+def recommend(problem: Problem, found: SearchResult, tolerance: float) -> RecommendedPlan:
     """Recommends a candidate. Disaggregation must win by more than noise, as it is the more complicated of the two."""
     disaggregated, colocated = found.of(Kind.DISAGGREGATED), found.of(Kind.SINGLE, Kind.REPLICATED)
     assert disaggregated or colocated, "a search that found nothing has raised"
@@ -72,10 +72,10 @@ def recommend(problem: Problem, found: Found, tolerance: float) -> Recommendatio
     if rest:
         explained = disaggregated is not None and colocated is not None and rest[0] in (disaggregated, colocated)
         lines.append(_second(problem, winner, rest[0], explained))
-    return Recommendation(winner, rest[0] if rest else None, winner is disaggregated, tuple(lines))
+    return RecommendedPlan(winner, rest[0] if rest else None, winner is disaggregated, tuple(lines))
 
 
-def _only_architecture(problem: Problem, winner: Shortlisted) -> str:
+def _only_architecture(problem: Problem, winner: ShortlistEntry) -> str:
     if winner.candidate.kind is Kind.DISAGGREGATED:
         return f"disaggregate: no worker of both roles keeps {problem.objectives}"
     if problem.devices == 1:
@@ -83,7 +83,9 @@ def _only_architecture(problem: Problem, winner: Shortlisted) -> str:
     return f"do not disaggregate: no pair of pools on {problem.devices} devices keeps {problem.objectives}"
 
 
-def _comparison(problem: Problem, disaggregated: Shortlisted, colocated: Shortlisted, margin: Gain) -> str:
+def _comparison(
+    problem: Problem, disaggregated: ShortlistEntry, colocated: ShortlistEntry, margin: GainEstimate
+) -> str:
     rates = (
         f"{total(problem, disaggregated):.3g} requests/s within the objectives against {total(problem, colocated):.3g}"
     )
@@ -99,19 +101,19 @@ def _comparison(problem: Problem, disaggregated: Shortlisted, colocated: Shortli
     )
 
 
-def _second(problem: Problem, winner: Shortlisted, second: Shortlisted, explained: bool) -> str:
+def _second(problem: Problem, winner: ShortlistEntry, second: ShortlistEntry, explained: bool) -> str:
     """Returns the sentence on the runner-up; `explained`: the line above has named the binding resource."""
     less = 1.0 - second.goodput / winner.goodput
     words = f"{less:.0%} less" if less > 0 else f"{-less:.0%} more, which is noise"
     return f"runner-up: {second.candidate}, {words}" + ("" if explained else f": {why(problem, second)}")
 
 
-def total(problem: Problem, shortlisted: Shortlisted) -> float:
+def total(problem: Problem, shortlisted: ShortlistEntry) -> float:
     """Returns the requests per second of all its devices."""
     return shortlisted.goodput * problem.paid(shortlisted.candidate)
 
 
-def binding(shortlisted: Shortlisted) -> str:
+def binding(shortlisted: ShortlistEntry) -> str:
     """Returns the scarcest resource among those behind the missed objective just above the goodput."""
     above = shortlisted.above
     names = FIRST_TOKEN if above.first_in_time <= above.steps_in_time else LATER_TOKENS
@@ -119,13 +121,13 @@ def binding(shortlisted: Shortlisted) -> str:
     return min(names, key=lambda name: rates[name])
 
 
-def why(problem: Problem, shortlisted: Shortlisted) -> str:
+def why(problem: Problem, shortlisted: ShortlistEntry) -> str:
     """Returns one sentence on the binding resource with its numbers."""
     name = binding(shortlisted)
     return f"{RESOURCES[name]} binds: {_SENTENCES[name](problem, shortlisted)}"
 
 
-def _prefill(problem: Problem, shortlisted: Shortlisted) -> str:
+def _prefill(problem: Problem, shortlisted: ShortlistEntry) -> str:
     limits, objectives, above = shortlisted.limits, problem.objectives, shortlisted.above
     pool = shortlisted.candidate.mesh.pools[0]
     return (
@@ -135,7 +137,7 @@ def _prefill(problem: Problem, shortlisted: Shortlisted) -> str:
     )
 
 
-def _decode(problem: Problem, shortlisted: Shortlisted) -> str:
+def _decode(problem: Problem, shortlisted: ShortlistEntry) -> str:
     limits, objectives, above = shortlisted.limits, problem.objectives, shortlisted.above
     between = ", with prompts between them" if shortlisted.candidate.kind is not Kind.DISAGGREGATED else ""
     return (
@@ -144,7 +146,7 @@ def _decode(problem: Problem, shortlisted: Shortlisted) -> str:
     )
 
 
-def _memory(problem: Problem, shortlisted: Shortlisted) -> str:
+def _memory(problem: Problem, shortlisted: ShortlistEntry) -> str:
     context = problem.workload.means.context_tokens
     return (
         f"pages are full at {shortlisted.limits.memory:.3g} requests/s with {context:,.0f} tokens a sequence"
@@ -152,7 +154,7 @@ def _memory(problem: Problem, shortlisted: Shortlisted) -> str:
     )
 
 
-def _link(problem: Problem, shortlisted: Shortlisted) -> str:
+def _link(problem: Problem, shortlisted: ShortlistEntry) -> str:
     tokens = problem.workload.means.input_tokens
     return f"the KV of {tokens:,.0f} tokens a prompt fills the ports at {shortlisted.limits.link:.3g} requests/s"
 
@@ -160,7 +162,7 @@ def _link(problem: Problem, shortlisted: Shortlisted) -> str:
 _SENTENCES = {"prefill": _prefill, "queue": _prefill, "decode": _decode, "memory": _memory, "link": _link}
 
 
-def _spare(shortlisted: Shortlisted) -> str:
+def _spare(shortlisted: ShortlistEntry) -> str:
     """Returns a remark on how busy the two pools are at the goodput."""
     busy = shortlisted.at_goodput.busy
     if Role.COLOCATED in busy:
@@ -169,7 +171,7 @@ def _spare(shortlisted: Shortlisted) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Headroom:
+class SpareCapacity:
     """The capacity left at a requested rate. `share`: the winner's spare capacity relative to that rate; negative if it
     cannot carry the rate."""
 
@@ -178,12 +180,12 @@ class Headroom:
     devices: int  # devices that would suffice, by goodput per device
 
 
-def headroom(problem: Problem, winner: Shortlisted, asked_rps: float) -> Headroom:
+def headroom(problem: Problem, winner: ShortlistEntry, asked_rps: float) -> SpareCapacity:
     devices = max(1, math.ceil(asked_rps / winner.goodput - 1e-9))
-    return Headroom(asked_rps, total(problem, winner) / asked_rps - 1.0, devices)
+    return SpareCapacity(asked_rps, total(problem, winner) / asked_rps - 1.0, devices)
 
 
-def bounds_in_words(limits: Limits) -> str:
+def bounds_in_words(limits: CapacityLimits) -> str:
     """Returns every resource's rate, lowest first."""
     rates = sorted(limits.rates().items(), key=lambda row: row[1])
     return ", ".join(f"{RESOURCES[name]} {rate:.3g}" for name, rate in rates if rate < math.inf)
@@ -195,42 +197,56 @@ CHALLENGERS = 2  # of each architecture, in addition to the shortlist
 
 
 @dataclass(frozen=True, slots=True)
-class Varied:
+class VariantResult:
     """The winner of a variant of the problem. `goodput`: of the original winner in the variant. `best`: goodput of the
     variant's winner."""
 
     name: str
     goodput: float
-    winner: Candidate | None
+    winner: PlanCandidate | None
     best: float
     is_changed: bool
 
 
 def vary(
-    found: Found, winner: Shortlisted, space: Space, questions: Mapping[str, Problem], like: Search
-) -> tuple[list[Varied], Counts]:
+    found: SearchResult,
+    winner: ShortlistEntry,
+    space: CandidateSource,
+    questions: Mapping[str, Problem],
+    like: SearchRun,
+) -> tuple[list[VariantResult], SearchStats]:
     """Answers each variant with one seed: the winner against the shortlist and the best bounds of each kind."""
-    counts = Counts()
+    counts = SearchStats()
     return [_varied(name, problem, found, winner, space, like, counts) for name, problem in questions.items()], counts
 
 
 def _varied(
-    name: str, problem: Problem, found: Found, winner: Shortlisted, space: Space, like: Search, counts: Counts
-) -> Varied:
-    search = Search(problem, like.short, like.long, 1, like.tolerance, like.most, like.slack, like.on_progress, counts)
+    name: str,
+    problem: Problem,
+    found: SearchResult,
+    winner: ShortlistEntry,
+    space: CandidateSource,
+    like: SearchRun,
+    counts: SearchStats,
+) -> VariantResult:
+    search = SearchRun(
+        problem, like.short, like.long, 1, like.tolerance, like.most, like.slack, like.on_progress, counts
+    )
     feasible = _challengers(search, found, winner, space)
     own = [each for each in feasible if each.candidate == winner.candidate]
     if not feasible:
-        return Varied(name, 0.0, None, 0.0, True)
+        return VariantResult(name, 0.0, None, 0.0, True)
     goodput = search.race(own, name)[0].goodput if own else 0.0
     others = [each for each in feasible if each.candidate != winner.candidate]
     better = [each for each in search.race(others, name, goodput * (1 + like.tolerance)) if each.is_exact]
     if better:
-        return Varied(name, goodput, better[0].bounded.candidate, better[0].goodput, True)
-    return Varied(name, goodput, winner.candidate, goodput, False)
+        return VariantResult(name, goodput, better[0].bounded.candidate, better[0].goodput, True)
+    return VariantResult(name, goodput, winner.candidate, goodput, False)
 
 
-def _challengers(search: Search, found: Found, winner: Shortlisted, space: Space) -> list[BoundedCandidate]:
+def _challengers(
+    search: SearchRun, found: SearchResult, winner: ShortlistEntry, space: CandidateSource
+) -> list[BoundedCandidate]:
     """Returns the candidates to compare, best bound first."""
     try:
         feasible = search.with_limits(space)
@@ -249,7 +265,7 @@ def _challengers(search: Search, found: Found, winner: Shortlisted, space: Space
 # The plan as `jdisagg launch` reads it: a TOML file of settings by group, with the reasons in comments.
 
 
-def settings_of(candidate: Candidate, given: ClusterSpec) -> dict[str, Any]:
+def settings_of(candidate: PlanCandidate, given: ClusterSpec) -> dict[str, Any]:
     """Returns the simulated sizes by their names in `Settings`."""
     prefill = next(each for each in given.workers if each.role.prefills)
     decode = next(each for each in given.workers if each.role.decodes)
@@ -295,7 +311,7 @@ def as_policy(settings: Mapping[str, Any], why: Sequence[str]) -> str:
 HOUR_S = 3600.0
 
 
-def token_prices(problem: Problem, shortlisted: Shortlisted, rate_rps: float, usd_per_hour: float) -> PoolPrices:
+def token_prices(problem: Problem, shortlisted: ShortlistEntry, rate_rps: float, usd_per_hour: float) -> PoolPrices:
     """Returns the prices at `rate_rps` requests per second, with every paid device at `usd_per_hour`."""
     means = problem.workload.means
     usd_per_s = usd_per_hour / HOUR_S * problem.paid(shortlisted.candidate)
@@ -310,7 +326,7 @@ def token_prices(problem: Problem, shortlisted: Shortlisted, rate_rps: float, us
     )
 
 
-def prefill_share(shortlisted: Shortlisted) -> float:
+def prefill_share(shortlisted: ShortlistEntry) -> float:
     """Returns prefill's share of the devices in use, or of the busy time of colocated workers."""
     candidate = shortlisted.candidate
     if candidate.kind is Kind.DISAGGREGATED:
@@ -322,7 +338,7 @@ def prefill_share(shortlisted: Shortlisted) -> float:
 # The planner's tables and lines for a terminal.
 
 
-def shortlist(problem: Problem, found: Found, usd_per_hour: float, asked_rps: float) -> Table:
+def shortlist(problem: Problem, found: SearchResult, usd_per_hour: float, asked_rps: float) -> Table:
     """Returns a table of goodputs, latencies at the goodput, and prices at the requested rate or at the goodput."""
     table = Table(title=f"best of each architecture, {problem.objectives}", box=box.SIMPLE_HEAD)
     table.add_column("mesh, tokens of a chunk, KV leaves by", overflow="fold")
@@ -333,7 +349,7 @@ def shortlist(problem: Problem, found: Found, usd_per_hour: float, asked_rps: fl
     return table
 
 
-def _row(problem: Problem, each: Shortlisted, usd_per_hour: float, asked_rps: float) -> list[str]:
+def _row(problem: Problem, each: ShortlistEntry, usd_per_hour: float, asked_rps: float) -> list[str]:
     at, carried = each.at_goodput, total(problem, each)
     candidate = each.candidate
     leaves = f", {candidate.transfer}" if candidate.kind is Kind.DISAGGREGATED else ""
@@ -352,7 +368,7 @@ def _row(problem: Problem, each: Shortlisted, usd_per_hour: float, asked_rps: fl
     ]
 
 
-def counted(counts: Counts) -> list[str]:
+def counted(counts: SearchStats) -> list[str]:
     """Returns lines on how many candidates were refused, pruned and simulated."""
     refused = sum(counts.refused.values())
     lines = [
@@ -363,13 +379,13 @@ def counted(counts: Counts) -> list[str]:
     return lines + [f"  {count:,} x {reason}" for reason, count in counts.refused.most_common(3)]
 
 
-def room(found: Headroom) -> str:
+def room(found: SpareCapacity) -> str:
     if found.share >= 0:
         return f"at {found.asked_rps:g} requests/s: {found.share:.0%} of headroom; {found.devices} devices would do"
     return f"at {found.asked_rps:g} requests/s: {-found.share:.0%} too few; it takes about {found.devices} devices"
 
 
-def varied(rows: Sequence[Varied]) -> Table:
+def varied(rows: Sequence[VariantResult]) -> Table:
     table = Table(title="if the question were another (one seed)")
     for name in ("", "the plan, requests/s a device", "does another win?"):
         table.add_column(name)

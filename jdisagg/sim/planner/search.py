@@ -19,9 +19,9 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.cluster import Cluster
 from jdisagg.sim.outcome import Outcome, Record
-from jdisagg.sim.planner.limits import Arithmetic, Infeasible, Limits
+from jdisagg.sim.planner.limits import CapacityLimits, CapacityModel, InfeasibleError
 from jdisagg.sim.planner.problem import Objectives, Problem
-from jdisagg.sim.planner.space import Candidate, Kind, Space
+from jdisagg.sim.planner.space import CandidateSource, Kind, PlanCandidate
 from jdisagg.sim.shared import simulated
 
 # One simulated run of a candidate and its attainment. Rates are requests per second.
@@ -43,7 +43,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class RunBudget:
     """The length of a simulation. A stay is the time of a mean request that just meets its objectives.
 
     A cluster fills for `fill` stays and is measured for `stays` of them (and `least_requests`). Requests still
@@ -73,7 +73,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialResult:
     """The result at one rate. Shares are of the counted requests; unfinished ones are judged as far as they came."""
 
     rate_rps: float  # of the whole candidate
@@ -85,7 +85,7 @@ class Trial:
     busy: dict[Role, float]
 
 
-def try_rate(problem: Problem, candidate: Candidate, rate_rps: float, effort: Effort, seed: int) -> Trial:
+def try_rate(problem: Problem, candidate: PlanCandidate, rate_rps: float, effort: RunBudget, seed: int) -> TrialResult:
     """Simulates a part of the candidate at its share of the rate, or all of it if the effort requires all devices."""
     part, parts = candidate.part(effort.least_devices)
     share_rps = rate_rps / parts
@@ -93,11 +93,11 @@ def try_rate(problem: Problem, candidate: Candidate, rate_rps: float, effort: Ef
     runs = [_run(problem, part, share_rps, window, seed + each) for each in range(effort.seeds)]
     met, first, steps, ttft_s, tpot_s = (float(mean) for mean in np.mean([shares for shares, _ in runs], axis=0))
     busy = {role: float(np.mean([each[role] for _, each in runs])) for role in runs[0][1]}
-    return Trial(rate_rps, met, first, steps, ttft_s, tpot_s, busy)
+    return TrialResult(rate_rps, met, first, steps, ttft_s, tpot_s, busy)
 
 
 def _run(
-    problem: Problem, part: Candidate, rate_rps: float, window: Window, seed: int
+    problem: Problem, part: PlanCandidate, rate_rps: float, window: Window, seed: int
 ) -> tuple[Shares, dict[Role, float]]:
     given = problem.build(part)
     cluster = simulated(given)
@@ -139,7 +139,7 @@ def _tpot_s(record: Record, end_s: float) -> float:
     return end_s - record.first_s if is_waiting else record.tpot_s
 
 
-def _busy(part: Candidate, outcome: Outcome, cluster: Cluster) -> dict[Role, float]:
+def _busy(part: PlanCandidate, outcome: Outcome, cluster: Cluster) -> dict[Role, float]:
     """Returns the mean busy share of each role's workers over the simulated time."""
     stretch = outcome.span_s / cluster.now_s if cluster.now_s else 0.0
     roles: dict[Role, list[float]] = {}
@@ -163,8 +163,8 @@ def highest(holds: Callable[[float], bool], low: float, high: float, tolerance: 
 
 
 SLACK = 1.05  # bounds are for mean requests: a workload may do this much better
-SHORT = Effort(0.75, 0.5, 0.1, least_ttfts=8, least_devices=16)  # for the race
-LONG = Effort(least_requests=400, least_ttfts=20)  # for the finals
+SHORT = RunBudget(0.75, 0.5, 0.1, least_ttfts=8, least_devices=16)  # for the race
+LONG = RunBudget(least_requests=400, least_ttfts=20)  # for the finals
 SEEDS = 3  # with which the shortlist is measured
 
 
@@ -172,13 +172,13 @@ SEEDS = 3  # with which the shortlist is measured
 class BoundedCandidate:
     """A candidate that arithmetic does not exclude, with its limits."""
 
-    candidate: Candidate
-    limits: Limits
+    candidate: PlanCandidate
+    limits: CapacityLimits
     bound: float  # requests/s per paid device
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class RaceResult:
     """A candidate's goodput in requests/s per paid device. If not `is_exact`, the goodput only lies below a rate that
     was missed."""
 
@@ -188,20 +188,20 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Shortlisted:
+class ShortlistEntry:
     """A candidate measured in long runs. Goodputs are by seed, in requests/s per paid device."""
 
     bounded: BoundedCandidate
     goodputs: tuple[float, ...]
-    at_goodput: Trial  # the highest tried rate that held, of the first seed
-    above: Trial  # the lowest tried rate that did not: it shows what gives way first
+    at_goodput: TrialResult  # the highest tried rate that held, of the first seed
+    above: TrialResult  # the lowest tried rate that did not: it shows what gives way first
 
     @property
-    def candidate(self) -> Candidate:
+    def candidate(self) -> PlanCandidate:
         return self.bounded.candidate
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> CapacityLimits:
         return self.bounded.limits
 
     @property
@@ -210,7 +210,7 @@ class Shortlisted:
 
 
 @dataclass
-class Counts:
+class SearchStats:
     """The numbers of candidates by what happened to them."""
 
     considered: int = 0
@@ -222,14 +222,14 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search: the shortlist, best first."""
 
-    shortlist: tuple[Shortlisted, ...]
-    counts: Counts
+    shortlist: tuple[ShortlistEntry, ...]
+    counts: SearchStats
     field: tuple[BoundedCandidate, ...]  # all that arithmetic does not exclude, best bound first
 
-    def of(self, *kinds: Kind) -> Shortlisted | None:
+    def of(self, *kinds: Kind) -> ShortlistEntry | None:
         """Returns the best candidate of these architectures."""
         return next((each for each in self.shortlist if each.candidate.kind in kinds), None)
 
@@ -242,34 +242,34 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 
 @dataclass
-class Search:
+class SearchRun:
     """One problem's search. `most`: candidates of one architecture that are simulated."""
 
     problem: Problem
-    short: Effort = SHORT
-    long: Effort = LONG
+    short: RunBudget = SHORT
+    long: RunBudget = LONG
     seeds: int = SEEDS
     tolerance: float = 0.03
     most: int = 24
     slack: float = SLACK  # inf: bounds neither prune nor cap, for runs so short that they only postpone work
     on_progress: OnProgress = no_progress
-    counts: Counts = field(default_factory=Counts)
+    counts: SearchStats = field(default_factory=SearchStats)
 
     def __post_init__(self) -> None:
-        self._arithmetic = Arithmetic(self.problem)
-        self._trials: dict[tuple[Candidate, Effort, int], dict[float, Trial]] = {}  # by rate
+        self._arithmetic = CapacityModel(self.problem)
+        self._trials: dict[tuple[PlanCandidate, RunBudget, int], dict[float, TrialResult]] = {}  # by rate
 
-    def over(self, space: Space) -> Found:
+    def over(self, space: CandidateSource) -> SearchResult:
         """Searches the space. Raises `InfeasibleError` if no candidate can meet the objectives."""
         feasible = self.with_limits(space)
-        leaders: list[Scored] = []
+        leaders: list[RaceResult] = []
         for kind in Kind:
             ranked = self.race([each for each in feasible if each.candidate.kind is kind], str(kind))
             leaders += self.refine(space, ranked)[:2]
         leaders.sort(key=lambda scored: -scored.goodput)
-        return Found(self.measure_all(_shortlist(leaders)), self.counts, tuple(feasible))
+        return SearchResult(self.measure_all(_shortlist(leaders)), self.counts, tuple(feasible))
 
-    def with_limits(self, candidates: Iterable[Candidate]) -> list[BoundedCandidate]:
+    def with_limits(self, candidates: Iterable[PlanCandidate]) -> list[BoundedCandidate]:
         """Returns the candidates that arithmetic does not exclude, best bound first. Of each disaggregated mesh only
         the chunk size with the best bound is kept; chunk sizes matter most if decode waits for them."""
         best: dict[tuple[str, int, int], BoundedCandidate] = {}
@@ -282,14 +282,14 @@ class Search:
                 best[key] = bounded
         if not best:
             reasons = "; ".join(f"{count} x {reason}" for reason, count in self.counts.refused.most_common(3))
-            raise Infeasible(f"none of {self.counts.considered} configurations keeps {self._asked}: {reasons}")
+            raise InfeasibleError(f"none of {self.counts.considered} configurations keeps {self._asked}: {reasons}")
         return sorted(best.values(), key=lambda each: -each.bound)
 
     @property
     def _asked(self) -> str:
         return f"{self.problem.objectives} on {self.problem.devices or 'any'} devices"
 
-    def bounded(self, candidate: Candidate) -> BoundedCandidate | None:
+    def bounded(self, candidate: PlanCandidate) -> BoundedCandidate | None:
         try:
             found = self._arithmetic.limits(candidate)
         except ConfigError as error:
@@ -300,9 +300,9 @@ class Search:
             return None
         return BoundedCandidate(candidate, found, found.bound / self.problem.paid(candidate))
 
-    def race(self, feasible: list[BoundedCandidate], what: str, best: float = 0.0) -> list[Scored]:
+    def race(self, feasible: list[BoundedCandidate], what: str, best: float = 0.0) -> list[RaceResult]:
         """Simulates candidates, best first. A candidate whose bound is below the best goodput is skipped."""
-        scored: list[Scored] = []
+        scored: list[RaceResult] = []
         self.counts.left += len(feasible[self.most :])
         for index, bounded in enumerate(feasible[: self.most]):
             self.on_progress(what, index, min(len(feasible), self.most))
@@ -315,17 +315,17 @@ class Search:
         self.on_progress(what, 1, 1)
         return sorted(scored, key=lambda each: -each.goodput)
 
-    def _against(self, bounded: BoundedCandidate, best: float) -> Scored:
+    def _against(self, bounded: BoundedCandidate, best: float) -> RaceResult:
         """Returns the candidate's goodput if it is above the best so far, else an estimate below that."""
         self.counts.tried += 1
         share = self.problem.objectives.share
         if best:
             met = self._trial(bounded, best, self.short).met
             if met < share:
-                return Scored(bounded, best * met / share * 0.999, is_exact=False)
-        return Scored(bounded, self._goodput(bounded, best, max(bounded.bound, 1.05 * best), self.short))
+                return RaceResult(bounded, best * met / share * 0.999, is_exact=False)
+        return RaceResult(bounded, self._goodput(bounded, best, max(bounded.bound, 1.05 * best), self.short))
 
-    def refine(self, space: Space, ranked: list[Scored]) -> list[Scored]:
+    def refine(self, space: CandidateSource, ranked: list[RaceResult]) -> list[RaceResult]:
         """Tries other chunk sizes and transfer modes of the leader; keeps one that gains more than the tolerance."""
         if not ranked:
             return ranked
@@ -335,7 +335,7 @@ class Search:
         better = [each for each in tried if each.is_exact and each.goodput > (1 + self.tolerance) * leader.goodput]
         return [*better[:1], *ranked]
 
-    def _goodput(self, bounded: BoundedCandidate, low: float, high: float, effort: Effort, seed: int = 0) -> float:
+    def _goodput(self, bounded: BoundedCandidate, low: float, high: float, effort: RunBudget, seed: int = 0) -> float:
         """Searches the goodput, a rate per device."""
         share = self.problem.objectives.share
         sustained = bounded.limits.sustained / self.problem.paid(bounded.candidate)
@@ -345,7 +345,7 @@ class Search:
 
         return highest(holds, low, high, self.tolerance)
 
-    def _trial(self, bounded: BoundedCandidate, per_device: float, effort: Effort, seed: int = 0) -> Trial:
+    def _trial(self, bounded: BoundedCandidate, per_device: float, effort: RunBudget, seed: int = 0) -> TrialResult:
         trials = self._trials.setdefault((bounded.candidate, effort, seed), {})
         if per_device not in trials:
             self.counts.runs += 1
@@ -353,7 +353,7 @@ class Search:
             trials[per_device] = try_rate(self.problem, bounded.candidate, rate, effort, seed)
         return trials[per_device]
 
-    def measure_all(self, leaders: list[Scored]) -> tuple[Shortlisted, ...]:
+    def measure_all(self, leaders: list[RaceResult]) -> tuple[ShortlistEntry, ...]:
         """Measures the leaders with the same seeds each, best first."""
         measured = []
         for index, leader in enumerate(leaders):
@@ -362,7 +362,7 @@ class Search:
         self.on_progress("shortlist", 1, 1)
         return tuple(sorted((each for each in measured if each.goodput > 0), key=lambda each: -each.goodput))
 
-    def measure(self, leader: Scored) -> Shortlisted:
+    def measure(self, leader: RaceResult) -> ShortlistEntry:
         """Measures the goodput by seed, near the race's result."""
         bounded = leader.bounded
         goodputs = tuple(self._goodput_near(bounded, leader.goodput, seed) for seed in range(self.seeds))
@@ -370,7 +370,7 @@ class Search:
         trials = sorted(self._trials[bounded.candidate, self.long, 0].values(), key=lambda trial: trial.rate_rps)
         held = [trial for trial in trials if trial.met >= share] or trials[:1]
         missed = [trial for trial in trials if trial.met < share] or trials[-1:]
-        return Shortlisted(bounded, goodputs, held[-1], missed[0])
+        return ShortlistEntry(bounded, goodputs, held[-1], missed[0])
 
     def _goodput_near(self, bounded: BoundedCandidate, estimate: float, seed: int) -> float:
         share, effort = self.problem.objectives.share, self.long
@@ -382,7 +382,7 @@ class Search:
         return self._goodput(bounded, 0.0, low, effort, seed)
 
 
-def _shortlist(leaders: list[Scored]) -> list[Scored]:
+def _shortlist(leaders: list[RaceResult]) -> list[RaceResult]:
     """Returns the best of each architecture, and the best two of all."""
     chosen = leaders[:2]
     for kind in Kind:

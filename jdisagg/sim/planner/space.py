@@ -31,7 +31,7 @@ PAIRING = Routing.CACHE_AWARE  # keeps requests on pairs of one domain as long a
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class DomainGroup:
     """Workers that share a domain; or, with equal stages together, as many domains as they have stages."""
 
     name: str
@@ -44,7 +44,7 @@ class Unit:
         return f"{', '.join(self.workers)} in {where}"
 
 
-def paired(mesh: MeshSpec, domain_devices: int) -> tuple[Unit, ...]:
+def paired(mesh: MeshSpec, domain_devices: int) -> tuple[DomainGroup, ...]:
     """Distributes prefill and decode workers over as few units as fit their domains. Returns () if not even one unit
     with one worker of each role fits."""
     prefills = [place for place in mesh.workers() if place.role is Role.PREFILL]
@@ -58,17 +58,17 @@ def paired(mesh: MeshSpec, domain_devices: int) -> tuple[Unit, ...]:
     return ()
 
 
-def _unit(name: str, places: Sequence[WorkerMesh], domain_devices: int) -> Unit | None:
+def _unit(name: str, places: Sequence[WorkerMesh], domain_devices: int) -> DomainGroup | None:
     workers, devices = tuple(place.worker for place in places), sum(len(place.device_ids) for place in places)
     if devices <= domain_devices:
-        return Unit(name, workers, devices)
+        return DomainGroup(name, workers, devices)
     stages = {place.pp for place in places}
     if len(stages) == 1 and sum(place.tp for place in places) <= domain_devices:
-        return Unit(name, workers, devices, stages.pop())
+        return DomainGroup(name, workers, devices, stages.pop())
     return None
 
 
-def topology_of(units: Sequence[Unit], device_bytes_per_s: float) -> Topology:
+def topology_of(units: Sequence[DomainGroup], device_bytes_per_s: float) -> Topology:
     """Returns a topology with a location per unit, whose uplink is as wide as its devices' ports; 0: no limit."""
     labels = {worker: Labels(host=unit.name) for unit in units for worker in unit.workers}
     uplinks = {unit.name: device_bytes_per_s * unit.devices for unit in units if device_bytes_per_s}
@@ -84,7 +84,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlanCandidate:
     """One configuration: a mesh, chunk size and transfer mode."""
 
     mesh: MeshSpec
@@ -108,7 +108,7 @@ class Candidate:
     def devices(self) -> int:
         return sum(devices_of(pool) for pool in self.mesh.pools)
 
-    def part(self, least_devices: int = 0) -> tuple[Candidate, int]:
+    def part(self, least_devices: int = 0) -> tuple[PlanCandidate, int]:
         """Returns a cluster of the same proportions with at least `least_devices`, and how many of it make this one. A
         smaller part evens out bursts less over its workers, so it does a little worse than its share."""
         copies = math.gcd(*(pool.count for pool in self.mesh.pools))
@@ -122,7 +122,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class CandidateSource:
     """The candidates for a number of devices.
 
     `fill`: candidates use as many of the devices as their shapes can; else any number of them. `domain_devices`:
@@ -150,20 +150,20 @@ class Space:
             if not getattr(self, name):
                 raise ConfigError(f"no {name} to choose from among {self.devices} devices")
 
-    def __iter__(self) -> Iterator[Candidate]:
+    def __iter__(self) -> Iterator[PlanCandidate]:
         """Yields the candidates with the first transfer mode; the others are tried on the leaders (`neighbours`)."""
         for mesh in [*self._colocated(), *self._disaggregated()]:
             for chunk in self.chunks:
-                yield Candidate(mesh, chunk, self.transfers[0])
+                yield PlanCandidate(mesh, chunk, self.transfers[0])
                 if self._has_paired_form(mesh):
-                    yield Candidate(mesh, chunk, self.transfers[0], self.domain_devices)
+                    yield PlanCandidate(mesh, chunk, self.transfers[0], self.domain_devices)
 
     def _has_paired_form(self, mesh: MeshSpec) -> bool:
         """Returns True if the mesh's pairs fit into the available domains."""
         units = paired(mesh, self.domain_devices) if self.domain_devices and len(mesh.pools) > 1 else ()
         return 0 < sum(unit.domains for unit in units) <= -(-self.devices // self.domain_devices)
 
-    def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
+    def neighbours(self, candidate: PlanCandidate) -> Iterator[PlanCandidate]:
         """Yields the same mesh with the other transfer modes, and with the next smaller and larger chunk size."""
         at = self.chunks.index(candidate.chunk_tokens)
         for chunk in (*self.chunks[max(0, at - 1) : at], *self.chunks[at + 1 : at + 2]):
@@ -229,7 +229,7 @@ class CandidateBuilder:
     device_bytes_per_s: float = 0.0
     inside_bytes_per_s: float = 0.0  # the same within a fast domain
 
-    def build(self, candidate: Candidate) -> ClusterSpec:
+    def build(self, candidate: PlanCandidate) -> ClusterSpec:
         """Builds a candidate. Raises ConfigError if weights or a page do not fit."""
         mesh, tokens = candidate.mesh, candidate.chunk_tokens
         settings = replace(self.settings, max_num_batched_tokens=tokens, transfer=candidate.transfer)
@@ -254,7 +254,7 @@ class ProfiledCandidateBuilder:
     profile: Profile
     link_share: float = 1.0
 
-    def build(self, candidate: Candidate) -> ClusterSpec:
+    def build(self, candidate: PlanCandidate) -> ClusterSpec:
         """Builds a candidate. Raises ConfigError for shapes without measured times."""
         given = cluster_spec_of(self.profile, candidate.mesh, candidate.transfer)
         ports = {port: self.link_share * rate for port, rate in given.links.bytes_per_s.items()}

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from jdisagg.kv.tiers.stores import Store
+from jdisagg.kv.tiers.stores import PageStore
 
 START_S = 60.0
 PORT = 50051
@@ -104,7 +104,7 @@ class Mooncake:
         self._raw.send((name, arguments))
         return self._raw.recv()
 
-    def open(self, fingerprint: str, timeout_s: float = 20.0) -> Store:
+    def open(self, fingerprint: str, timeout_s: float = 20.0) -> PageStore:
         mooncake: Any = importlib.import_module("jdisagg.kv.tiers.pool.mooncake")
         return mooncake.MooncakePool(f"127.0.0.1:{PORT}", fingerprint, timeout_s=timeout_s, enter=self.enter)
 

@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.kv.tiers.pool.open import HEAD, key_of, open_pool
-from jdisagg.kv.tiers.stores import PoolFailed, Store
+from jdisagg.kv.tiers.stores import PageStore, PoolError
 from tests.kv.tiers.mooncake_store import Mooncake, why_not
 from tests.kv.tiers.test_pool import BOUND_S, FINGERPRINT, NAMES, RECORDS, SIZE, got
 
@@ -24,7 +24,7 @@ def own() -> Iterator[Mooncake]:
         yield running
 
 
-def comes_back(pool: Store) -> None:
+def comes_back(pool: PageStore) -> None:
     """Sooner or later pages are taken again, and come as they were put."""
     deadline_s = time.monotonic() + BOUND_S
     while time.monotonic() < deadline_s:
@@ -34,13 +34,13 @@ def comes_back(pool: Store) -> None:
                 assert good == (True,) * 4
                 np.testing.assert_array_equal(records, RECORDS)
                 return
-        except PoolFailed:
+        except PoolError:
             pass
         time.sleep(0.2)
     raise AssertionError("it takes nothing any more")
 
 
-def filled(server: Mooncake, timeout_s: float = 20.0) -> Store:
+def filled(server: Mooncake, timeout_s: float = 20.0) -> PageStore:
     pool = server.open(FINGERPRINT, timeout_s)
     comes_back(pool)
     return pool
@@ -49,7 +49,7 @@ def filled(server: Mooncake, timeout_s: float = 20.0) -> Store:
 def test_a_master_that_was_killed_and_started_again_has_lost_its_pages_and_takes_them_anew(own):
     pool = filled(own, timeout_s=10.0)
     own.kill("master")
-    with pytest.raises(PoolFailed, match="Mooncake says -900"):
+    with pytest.raises(PoolError, match="Mooncake says -900"):
         got(pool)
     own.start()
     assert got(pool)[0] == (False,) * 4
@@ -60,7 +60,7 @@ def test_a_master_that_was_killed_and_started_again_has_lost_its_pages_and_takes
 def test_what_lay_on_a_node_that_was_killed_does_not_come_and_another_node_takes_it_anew(own):
     pool = filled(own)
     own.kill("client")
-    with pytest.raises(PoolFailed, match="Mooncake says -800"):
+    with pytest.raises(PoolError, match="Mooncake says -800"):
         got(pool)
     own.kill("raw")
     own.start()
@@ -74,7 +74,7 @@ def test_a_master_that_does_not_answer_costs_the_time_out_and_the_next_batch_has
     asks = {"TimeoutError": lambda: got(pool), "no client of 127.0.0.1": lambda: pool.put((), NAMES, RECORDS)}
     for why, ask in asks.items():
         began_s = time.monotonic()
-        with pytest.raises(PoolFailed, match=why):
+        with pytest.raises(PoolError, match=why):
             ask()
         assert time.monotonic() - began_s < BOUND_S
     own.thaw()
@@ -85,7 +85,7 @@ def test_a_master_that_does_not_answer_costs_the_time_out_and_the_next_batch_has
 def test_where_no_master_listens_a_batch_fails_with_its_address(own):
     own.kill("master")
     pool = own.open(FINGERPRINT)
-    with pytest.raises(PoolFailed, match=r"no master at 127.0.0.1:50051"):
+    with pytest.raises(PoolError, match=r"no master at 127.0.0.1:50051"):
         got(pool)
     pool.close()
 

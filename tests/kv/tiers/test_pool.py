@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jdisagg.kv.tiers.pool.open import HEAD, key_of, open_pool
-from jdisagg.kv.tiers.stores import PoolFailed, Store
+from jdisagg.kv.tiers.stores import PageStore, PoolError
 from tests.kv.tiers.mooncake_store import Mooncake, why_not
 from tests.kv.tiers.valkey import Valkey
 
@@ -25,7 +25,7 @@ BOUND_S = 30.0  # far over what a pool is given, far under for ever
 class Backend(Protocol):
     """A pool, and what a test can do to it behind its back. Keys are those of `entries`."""
 
-    def open(self, fingerprint: str = FINGERPRINT) -> Store: ...
+    def open(self, fingerprint: str = FINGERPRINT) -> PageStore: ...
     def entries(self) -> dict[str, bytes]: ...
     def write(self, key: str, value: bytes) -> None: ...
     def remove(self, key: str) -> None: ...
@@ -35,7 +35,7 @@ class ValkeyBackend:
     def __init__(self, server: Valkey) -> None:
         self._url, self._client = server.url, server.client()
 
-    def open(self, fingerprint: str = FINGERPRINT) -> Store:
+    def open(self, fingerprint: str = FINGERPRINT) -> PageStore:
         return opened(self._url, fingerprint)
 
     def entries(self) -> dict[str, bytes]:
@@ -52,7 +52,7 @@ class FolderBackend:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def open(self, fingerprint: str = FINGERPRINT) -> Store:
+    def open(self, fingerprint: str = FINGERPRINT) -> PageStore:
         return opened(f"file://{self._folder}", fingerprint)
 
     def entries(self) -> dict[str, bytes]:
@@ -71,9 +71,9 @@ class MooncakeBackend:
 
     def __init__(self, server: Mooncake) -> None:
         self._server, self._keys = server, [key_of(FINGERPRINT, name) for name in NAMES]
-        self._opened = list[Store]()
+        self._opened = list[PageStore]()
 
-    def open(self, fingerprint: str = FINGERPRINT) -> Store:
+    def open(self, fingerprint: str = FINGERPRINT) -> PageStore:
         self._opened.append(pool := self._server.open(fingerprint))
         return pool
 
@@ -121,16 +121,16 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     return ValkeyBackend(server)
 
 
-def opened(url: str, fingerprint: str = FINGERPRINT, timeout_s: float = 20.0) -> Store:
+def opened(url: str, fingerprint: str = FINGERPRINT, timeout_s: float = 20.0) -> PageStore:
     return open_pool(url, fingerprint, timeout_s=timeout_s)
 
 
-def got(pool: Store, names: list[bytes] = NAMES) -> tuple[tuple[bool, ...], np.ndarray]:
+def got(pool: PageStore, names: list[bytes] = NAMES) -> tuple[tuple[bool, ...], np.ndarray]:
     records = np.zeros((len(names), SIZE), np.uint8)
     return pool.get((), names, records), records
 
 
-def filled(backend: Backend) -> Store:
+def filled(backend: Backend) -> PageStore:
     pool = backend.open()
     assert pool.put((), NAMES, RECORDS) == (True,) * 4
     return pool
@@ -198,7 +198,7 @@ def test_two_writers_of_one_page_leave_it_whole_and_no_reader_meets_half_of_it(b
             if good[0] and (records[0] != RECORDS[0]).any():
                 failed.append("read what nobody wrote")
 
-    def write(pool: Store) -> None:
+    def write(pool: PageStore) -> None:
         for _ in range(30):
             failed.extend(["refused"] * (pool.put((), NAMES[:1], RECORDS[:1]) != (True,)))
 
@@ -220,7 +220,7 @@ def test_a_server_that_was_killed_and_started_again_has_lost_its_pages_and_takes
         pool = opened(own.url, timeout_s=5.0)
         pool.put((), NAMES, RECORDS)
         own.kill()
-        with pytest.raises(PoolFailed):
+        with pytest.raises(PoolError):
             got(pool)
         own.start()
         assert got(pool)[0] == (False,) * 4
@@ -235,7 +235,7 @@ def test_a_server_that_does_not_answer_costs_its_time_out_and_is_there_again_aft
         try:
             for ask in (lambda: got(pool), lambda: pool.put((), NAMES, RECORDS)):
                 began_s = time.monotonic()
-                with pytest.raises(PoolFailed):
+                with pytest.raises(PoolError):
                     ask()
                 assert time.monotonic() - began_s < BOUND_S
         finally:
@@ -274,5 +274,5 @@ def test_a_folder_that_takes_nothing_fails_and_does_not_hang(tmp_path):
         path.unlink()
     folder.rmdir()
     folder.write_bytes(b"a file where the folder was")
-    with pytest.raises(PoolFailed):
+    with pytest.raises(PoolError):
         pool.put((), NAMES, RECORDS)

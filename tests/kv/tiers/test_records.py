@@ -10,18 +10,18 @@ from jdisagg.core.layout.kv_layout import NULL_PAGE, DraftPages, KVLayout
 from jdisagg.core.layout.reshard import plan_transfer
 from jdisagg.core.worker_config import RAW, Digests
 from jdisagg.kv.pools import POOL_SPEC, StagePages
-from jdisagg.kv.shipping import LandedKV, TransferPrograms, check_landed, insert_landed, pack_pages, shapes_of
+from jdisagg.kv.shipping import ReceivedSlices, TransferPrograms, check_landed, insert_landed, pack_pages, shapes_of
 from jdisagg.kv.tiers.records import RecordLayout, fill_records, land_records
-from jdisagg.parallel.submesh import Submesh
+from jdisagg.parallel.submesh import StageMesh
 from tests.kv.test_shipping import LAYERS, PAGES, fill, held_by, stages
 
-Mesh = tuple[list[StagePages], dict[Submesh, TransferPrograms]]
+Mesh = tuple[list[StagePages], dict[StageMesh, TransferPrograms]]
 CUTS = {"whole": [range(3)], "stages": [range(0, 1), range(1, 3)]}
 FROM, TO = (3, 1, 7, 20, 5), (9, 2, 24, 11, 6)
 
 
 def mesh(layout: KVLayout, cut: str, tp: int) -> Mesh:
-    return stages(layout, CUTS[cut], [Submesh(jax.devices()[n * tp : (n + 1) * tp]) for n in range(len(CUTS[cut]))])
+    return stages(layout, CUTS[cut], [StageMesh(jax.devices()[n * tp : (n + 1) * tp]) for n in range(len(CUTS[cut]))])
 
 
 def records_of(form: RecordLayout, held: Mesh, pages: Sequence[int]) -> np.ndarray:
@@ -31,13 +31,13 @@ def records_of(form: RecordLayout, held: Mesh, pages: Sequence[int]) -> np.ndarr
     return records
 
 
-def landed(form: RecordLayout, records: np.ndarray, there: Mesh, pages: Sequence[int]) -> list[LandedKV]:
+def landed(form: RecordLayout, records: np.ndarray, there: Mesh, pages: Sequence[int]) -> list[ReceivedSlices]:
     number = len(pages)
     plan = plan_transfer(form.shapes, shapes_of(there[0]), form.layout.num_kv_heads, (number, number))
     return land_records(form, records, pages, there[0], plan.moves)
 
 
-def intact(there: Mesh, come: list[LandedKV]) -> bool:
+def intact(there: Mesh, come: list[ReceivedSlices]) -> bool:
     return all(np.asarray(each).all() for each in check_landed(*there, come))
 
 

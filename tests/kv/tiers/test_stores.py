@@ -5,7 +5,7 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.kv.tiers.pool.open import open_pool
-from jdisagg.kv.tiers.stores import DiskStore, DramStore, FileInUse, PoolFailed
+from jdisagg.kv.tiers.stores import DiskStore, DramStore, FileInUseError, PoolError
 from tests.kv.tiers.valkey import Valkey
 
 SIZE, PAGES = 4096 + 64, (3, 0, 5)
@@ -52,7 +52,7 @@ def test_a_page_that_was_never_put_is_not_there(valkey, tmp_path):
 def test_a_disk_outlives_its_process_and_a_broken_record_is_not_served(tmp_path):
     disk = DiskStore(tmp_path / "a.kv", 8, SIZE, "f" * 32)
     disk.put(PAGES, NAMES, RECORDS)
-    with pytest.raises(FileInUse):
+    with pytest.raises(FileInUseError):
         DiskStore(tmp_path / "a.kv", 8, SIZE, "f" * 32)
     disk.close()
     with open(tmp_path / "a.kv", "r+b") as file:
@@ -67,7 +67,7 @@ def test_a_disk_outlives_its_process_and_a_broken_record_is_not_served(tmp_path)
 
 
 def test_a_pool_that_is_not_there_says_so_and_does_not_hang():
-    with pytest.raises(PoolFailed):
+    with pytest.raises(PoolError):
         open_pool("redis://127.0.0.1:1", "f", timeout_s=1.0).get((), NAMES, RECORDS.copy())
 
 

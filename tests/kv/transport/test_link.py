@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.errors import ConfigError, TransferCancelled, TransferTimeout
 from jdisagg.kv.transport.choose import open_transport
-from jdisagg.kv.transport.config import Link, TokenBucket, TransportConfig
+from jdisagg.kv.transport.config import EmulatedLink, TokenBucket, TransportConfig
 from jdisagg.kv.transport.ticket import TransferId
 from tests.kv.transport.peer import IDENTITY, SECRET
 
@@ -57,7 +57,7 @@ def test_a_link_without_speed_is_refused(speed: float):
 @pytest.mark.parametrize("name", ["inproc", "tcp", "shm"])
 @pytest.mark.parametrize("gbit_per_s", [0.2, 1])
 def test_a_transport_over_an_emulated_link_takes_as_long_as_the_link_within_a_tenth(name: str, gbit_per_s: float):
-    transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=Link(gbit_per_s, latency_s=0.05)))
+    transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=EmulatedLink(gbit_per_s, latency_s=0.05)))
     array = jax.device_put(np.zeros(5 * MB, np.int8))
     wanted_s = 0.05 + 5 * MB * 8 / (gbit_per_s * 1e9)
     quickest_s = math.inf
@@ -77,7 +77,7 @@ def test_a_transport_over_an_emulated_link_takes_as_long_as_the_link_within_a_te
 
 @pytest.mark.parametrize("name", ["inproc", "tcp"])
 def test_a_slow_link_gives_way_to_the_deadline_and_to_a_cancel(name: str):
-    transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=Link(0.0001)))
+    transport = open_transport(name, TransportConfig(SECRET, IDENTITY, link=EmulatedLink(0.0001)))
     array = jax.device_put(np.zeros(MB, np.int8))
     first, second = (transport.offer(TransferId("h", 1, part), [array], time.monotonic() + 120) for part in (0, 1))
     started_s = time.monotonic()

@@ -30,7 +30,7 @@ from jdisagg.core.errors import (
 )
 from jdisagg.kv.transport import listener as handshake
 from jdisagg.kv.transport.config import Identity, TransportConfig
-from jdisagg.kv.transport.connection import MAX_RECORD_BYTES, Connection, Deadline
+from jdisagg.kv.transport.connection import MAX_RECORD_BYTES, Deadline, KVConnection
 from jdisagg.kv.transport.endpoint import ConnectionPool, Endpoint
 from jdisagg.kv.transport.listener import split_address
 from jdisagg.kv.transport.shm import make_segment
@@ -65,8 +65,8 @@ def pull_by(config: TransportConfig, ticket: Ticket) -> None:
         other.close()
 
 
-def dialled(source: Endpoint) -> Connection:
-    return Connection(socket.create_connection(split_address(source.address)), "the source")
+def dialled(source: Endpoint) -> KVConnection:
+    return KVConnection(socket.create_connection(split_address(source.address)), "the source")
 
 
 def soon(what: str = "test") -> Deadline:
@@ -119,7 +119,7 @@ def test_a_source_that_only_repeats_our_proof_is_not_believed():
     listener = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(listener.getsockname())
     server, _ = listener.accept()
-    mirror, connection = Connection(server, "a mirror"), Connection(client, "the source")
+    mirror, connection = KVConnection(server, "a mirror"), KVConnection(client, "the source")
 
     def reflect() -> None:
         mirror.send_record({"jdisagg": handshake.PROTOCOL, "nonce": "0" * 64}, soon())
@@ -223,7 +223,7 @@ def test_a_stranger_may_not_announce_more_than_a_handshake_needs(source: Endpoin
 
 
 def test_a_listener_without_descriptors_waits_for_one_and_does_not_spin(source: Endpoint):
-    connection = Connection(socket.socket(), "the source")
+    connection = KVConnection(socket.socket(), "the source")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (connection.socket.fileno() + 50, hard))

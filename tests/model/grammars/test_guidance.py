@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jdisagg
-from jdisagg.model.grammars.grammars import Whitespace, open_grammars
+from jdisagg.model.grammars.grammars import WhitespaceFormat, open_grammars
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.frontends.structured import MOST_OPTIONAL
 
 EMBEDDED_MODEL = Path(jdisagg.__file__).parent / "embedded"
 VOCAB = 4096
-COMPACT = Whitespace("")
+COMPACT = WhitespaceFormat("")
 PERSON = {
     "type": "object",
     "properties": {
@@ -29,7 +29,7 @@ PERSON = {
 }
 GRAMMARS = open_grammars(EMBEDDED_MODEL, VOCAB)
 TOKENIZER = Tokenizer(EMBEDDED_MODEL)
-LIST = GRAMMARS.of_schema({"type": "array", "items": {"type": "null"}}, Whitespace())
+LIST = GRAMMARS.of_schema({"type": "array", "items": {"type": "null"}}, WhitespaceFormat())
 
 
 def mask_after(grammar: str, tokens: list[int]) -> np.ndarray:
@@ -69,7 +69,7 @@ def test_a_matcher_made_of_the_tokens_so_far_is_where_one_that_took_them_one_by_
 
 HELD = {
     "compact": GRAMMARS.of_schema(PERSON, COMPACT),
-    "spaced": GRAMMARS.of_schema(PERSON, Whitespace()),
+    "spaced": GRAMMARS.of_schema(PERSON, WhitespaceFormat()),
     "regex": GRAMMARS.of_regex(r"(return|retained) x{3,40}( is not None)?;"),
     "lark": GRAMMARS.of_grammar('start: "def main(" (/[a-z]+/ ": int, ")* ")" " -> None:"'),
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.cluster.membership import GroupPlace
+from jdisagg.cluster.membership import GroupRank
 from jdisagg.core.errors import JdisaggError, PeerMismatch
 from jdisagg.core.settings import Settings
 from jdisagg.policy.group_handshake import MemberInfo
@@ -32,7 +32,7 @@ from tests.serve.group.meetings import SECRET as GROUP_SECRET
 from tests.serve.group.meetings import WAIT_S, Door, card, meeting
 
 DEADLINE_S = 10.0  # for any of them to be told of; they take hundredths
-PLACE = GroupPlace("p0", 0, 2, "127.0.0.1:1")
+PLACE = GroupRank("p0", 0, 2, "127.0.0.1:1")
 
 
 def at_the_door(*members: MemberInfo, size: int = 2, secret: bytes = GROUP_SECRET, wait_s: float = WAIT_S) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from jdisagg.cluster.membership import GroupPlace
+from jdisagg.cluster.membership import GroupRank
 from jdisagg.core.errors import MeshError
 from jdisagg.core.settings import Settings
 from jdisagg.serve.cluster.group.member import devices_each, worker_of
 
-TWO = GroupPlace("g", 0, 2, "127.0.0.1:1")
+TWO = GroupRank("g", 0, 2, "127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

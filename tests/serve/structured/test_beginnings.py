@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdisagg import LLM, SamplingParams
-from jdisagg.model.grammars.grammars import Whitespace, open_grammars
+from jdisagg.model.grammars.grammars import WhitespaceFormat, open_grammars
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.deploy.deployment import EMBEDDED_MODEL
 from jdisagg.serve.frontends import structured
@@ -22,7 +22,7 @@ SCHEMA = {
 
 def test_the_tokens_at_first_are_those_that_a_grammar_leaves_no_choice_about():
     grammars = open_grammars(EMBEDDED_MODEL, VOCAB)
-    grammar = grammars.of_schema(SCHEMA, Whitespace(""))
+    grammar = grammars.of_schema(SCHEMA, WhitespaceFormat(""))
     forced, matcher = structured.forced_first(grammar, EMBEDDED_MODEL, VOCAB), grammars.start(grammar)
     assert len(forced) > 2 and '{"temperature":'.startswith(Tokenizer(EMBEDDED_MODEL).decode([*forced]).strip())
     for token in forced:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import RequestError
-from jdisagg.model.grammars.grammars import Whitespace, open_grammars
+from jdisagg.model.grammars.grammars import WhitespaceFormat, open_grammars
 from jdisagg.serve.frontends.structured import COMPACT, Form, form_of, grammar_of
 from tests.serve.scripted import FIXTURE
 
@@ -35,7 +35,7 @@ SPELLINGS: list[tuple[dict[str, Any], Form]] = [
     ),
     (
         {"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"},
-        Form("schema", SCHEMA, "guided_json", Whitespace(" ?")),
+        Form("schema", SCHEMA, "guided_json", WhitespaceFormat(" ?")),
     ),
     ({"json_schema": "{}"}, Form("schema", "{}", "json_schema")),
     ({"regex": "a"}, Form("regex", "a", "regex")),

@@ -11,13 +11,13 @@ from jdisagg.core.mesh_spec import MeshSpec, WorkerMesh
 from jdisagg.core.steps import DecodeRows, KVTransfer, PrefillChunks
 from jdisagg.sim.cluster_spec import plain_settings
 from jdisagg.sim.cost_models import Contexts, Times
-from jdisagg.sim.planner.problem import Objectives, Problem, Workload
-from jdisagg.sim.planner.search import Effort, Search
-from jdisagg.sim.planner.space import Candidate, CandidateBuilder
+from jdisagg.sim.planner.problem import Objectives, Problem, WorkloadSpec
+from jdisagg.sim.planner.search import RunBudget, SearchRun
+from jdisagg.sim.planner.space import CandidateBuilder, PlanCandidate
 from jdisagg.sim.traces.workloads import read_workload
 
 TOKEN_BYTES = 1000.0
-QUICK = Effort(0.5, 0.5, 0.1, least_requests=60)
+QUICK = RunBudget(0.5, 0.5, 0.1, least_requests=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ def problem(
     lengths = read_workload(text)
     longest = int((lengths.input_tokens + lengths.output_tokens).max())
     builder = CandidateBuilder(plain_settings(longest, max_num_seqs=64), cost_of, device_bytes_per_s)
-    return Problem(Workload(lengths), objectives, builder.build, devices)
+    return Problem(WorkloadSpec(lengths), objectives, builder.build, devices)
 
 
-def candidate(mesh: str, chunk_tokens: int = 512) -> Candidate:
-    return Candidate(MeshSpec.parse(mesh), chunk_tokens)
+def candidate(mesh: str, chunk_tokens: int = 512) -> PlanCandidate:
+    return PlanCandidate(MeshSpec.parse(mesh), chunk_tokens)
 
 
-def search(asked: Problem, seeds: int = 1) -> Search:
-    return Search(asked, QUICK, QUICK, seeds, 0.08)
+def search(asked: Problem, seeds: int = 1) -> SearchRun:
+    return SearchRun(asked, QUICK, QUICK, seeds, 0.08)

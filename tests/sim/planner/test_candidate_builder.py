@@ -4,8 +4,8 @@ import pytest
 
 from jdisagg.commands.plan import main
 from jdisagg.core.errors import ConfigError
-from jdisagg.sim.planner.limits import Arithmetic
-from jdisagg.sim.planner.problem import Objectives, Problem, Workload
+from jdisagg.sim.planner.limits import CapacityModel
+from jdisagg.sim.planner.problem import Objectives, Problem, WorkloadSpec
 from jdisagg.sim.planner.space import ProfiledCandidateBuilder
 from jdisagg.sim.traces.workloads import read_workload
 from tests.sim.planner.cases import candidate, problem
@@ -20,14 +20,14 @@ def test_a_port_is_as_wide_as_its_workers_devices():
 
 def test_a_profile_plans_other_counts_of_the_workers_it_has_times_of():
     builder = ProfiledCandidateBuilder(profile())
-    asked = Problem(Workload(read_workload("mix:16+4")), Objectives(1.0, 0.5), builder.build, 3)
-    found = Arithmetic(asked).limits(candidate("prefill:2xtp1,decode:tp1", builder.chunk_tokens))
+    asked = Problem(WorkloadSpec(read_workload("mix:16+4")), Objectives(1.0, 0.5), builder.build, 3)
+    found = CapacityModel(asked).limits(candidate("prefill:2xtp1,decode:tp1", builder.chunk_tokens))
     assert found.prefill == pytest.approx(2 / chunk_s(16, 16, 0))
     halved = Problem(asked.workload, asked.objectives, builder.half_the_link().build, 3)
-    thinner = Arithmetic(halved).limits(candidate("prefill:2xtp1,decode:tp1", builder.chunk_tokens))
+    thinner = CapacityModel(halved).limits(candidate("prefill:2xtp1,decode:tp1", builder.chunk_tokens))
     assert thinner.link == pytest.approx(found.link / 2) and found.link < BYTES_PER_S
     with pytest.raises(ConfigError, match="tp2"):
-        Arithmetic(asked).limits(candidate("prefill:tp2,decode:tp1"))
+        CapacityModel(asked).limits(candidate("prefill:tp2,decode:tp1"))
 
 
 def test_a_profile_is_a_cost_of_the_command(tmp_path, capsys):

@@ -9,9 +9,9 @@ import pytest
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.worker_config import TransferMode
 from jdisagg.sim.planner.limits import corrected_itl, decode_replicas, estimates, prefill_replicas
-from jdisagg.sim.planner.problem import Workload
+from jdisagg.sim.planner.problem import WorkloadSpec
 from jdisagg.sim.planner.recommendation import as_policy, settings_of
-from jdisagg.sim.planner.space import Candidate, Space
+from jdisagg.sim.planner.space import CandidateSource, PlanCandidate
 from jdisagg.sim.traces.workloads import read_workload
 from tests.sim.planner.cases import candidate, problem
 
@@ -30,7 +30,7 @@ def test_replicas_follow_from_load_and_throughput():
 
 def test_an_estimate_has_the_engines_that_the_rate_takes():
     asked = problem("mix:1000+6", devices=8)
-    (found,) = estimates(asked, Space(2, (1,), (1,), (512,)), rate_rps=25.0)
+    (found,) = estimates(asked, CandidateSource(2, (1,), (1,), (512,)), rate_rps=25.0)
     assert str(found.candidate.mesh) == f"prefill:{math.ceil(25 * 0.1018)}xtp1,decode:tp1"
     assert found.devices == 4
 
@@ -44,7 +44,10 @@ def test_a_mix_has_its_shares_and_its_mistakes_are_named():
 
 
 def test_drawn_requests_are_the_first_of_more_and_the_same_at_every_rate():
-    for workload in (problem("mix:9+1,8+2").workload, Workload(problem("mix:9+1,8+2").workload.at(3.0, 50, 1), True)):
+    for workload in (
+        problem("mix:9+1,8+2").workload,
+        WorkloadSpec(problem("mix:9+1,8+2").workload.at(3.0, 50, 1), True),
+    ):
         few, many = workload.at(2.0, 40, 7), workload.at(4.0, 90, 7)
         assert (few.input_tokens == many.input_tokens[:40]).all()
         assert few.arrival_s == pytest.approx(2 * many.arrival_s[:40])
@@ -52,7 +55,7 @@ def test_drawn_requests_are_the_first_of_more_and_the_same_at_every_rate():
 
 
 def test_a_policy_holds_what_was_simulated_and_only_settings_there_are():
-    one = Candidate(candidate("prefill:tp1,decode:pp2").mesh, 512, TransferMode.LAYER)
+    one = PlanCandidate(candidate("prefill:tp1,decode:pp2").mesh, 512, TransferMode.LAYER)
     build = problem().build
     settings = settings_of(one, build(one))
     text = as_policy({"dtype": "bfloat16", **settings}, ["because"])

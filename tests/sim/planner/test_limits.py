@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.sim.planner.limits import Arithmetic, Infeasible
+from jdisagg.sim.planner.limits import CapacityModel, InfeasibleError
 from jdisagg.sim.planner.problem import Objectives
 from tests.sim.planner.cases import Lines, candidate, problem, search
 
 
 def limits(asked, mesh: str, chunk_tokens: int = 512):
-    return Arithmetic(asked).limits(candidate(mesh, chunk_tokens))
+    return CapacityModel(asked).limits(candidate(mesh, chunk_tokens))
 
 
 def test_prefill_carries_what_its_devices_compute():
@@ -29,7 +29,7 @@ def test_prefill_stages_carry_as_much_as_workers_of_their_own_and_answer_long_pr
     assert staged.prefill == pytest.approx(apart.prefill)
     hasty = problem("mix:1024+20", objectives=Objectives(0.09, 0.03))  # two chunks of 52 ms, or three halves
     assert limits(hasty, "prefill:pp2,decode:tp1").queue > 0
-    with pytest.raises(Infeasible, match="unloaded TTFT"):
+    with pytest.raises(InfeasibleError, match="unloaded TTFT"):
         limits(hasty, "prefill:2xtp1,decode:tp1")
 
 
@@ -58,9 +58,9 @@ def test_the_narrower_side_of_the_link_counts():
 
 
 def test_objectives_that_one_request_alone_misses_are_refused_with_both_values():
-    with pytest.raises(Infeasible, match=r"TTFT of 102 ms is over the objective of 50 ms"):
+    with pytest.raises(InfeasibleError, match=r"TTFT of 102 ms is over the objective of 50 ms"):
         limits(problem(objectives=Objectives(0.05, 0.03)), "prefill:tp1,decode:tp1")
-    with pytest.raises(Infeasible, match=r"TPOT of 10 ms is over the objective of 5 ms"):
+    with pytest.raises(InfeasibleError, match=r"TPOT of 10 ms is over the objective of 5 ms"):
         limits(problem(objectives=Objectives(1.0, 0.005)), "prefill:tp1,decode:tp1")
     with pytest.raises(ConfigError, match="weights"):
         limits(problem(kv_tokens=0), "colocated:tp1")

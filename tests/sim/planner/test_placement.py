@@ -8,17 +8,17 @@ from jdisagg.core.mesh_spec import MeshSpec, PoolSpec
 from jdisagg.core.request import WorkerId
 from jdisagg.core.worker_config import Role
 from jdisagg.sim.cluster_spec import plain_settings, published
-from jdisagg.sim.planner.limits import Arithmetic
-from jdisagg.sim.planner.problem import Objectives, Problem, Workload
-from jdisagg.sim.planner.search import Effort, try_rate
-from jdisagg.sim.planner.space import Candidate, CandidateBuilder, Space, paired
+from jdisagg.sim.planner.limits import CapacityModel
+from jdisagg.sim.planner.problem import Objectives, Problem, WorkloadSpec
+from jdisagg.sim.planner.search import RunBudget, try_rate
+from jdisagg.sim.planner.space import CandidateBuilder, CandidateSource, PlanCandidate, paired
 from jdisagg.sim.traces.workloads import read_workload
 from tests.sim.planner.cases import LINES, TOKEN_BYTES
 
 NODE = 8  # A100s of DistServe's nodes
 NVLINK, ETHERNET = 228e9, 25e9 / 8 / NODE  # bytes a second of a device: measured inside; a share of 25 Gbps between
-ALL_OF_THEM = Effort(requests_per_device=1.5)
-THEIRS = Candidate(MeshSpec.parse("prefill:tp4,decode:pp2tp2"), 2048)  # OPT-66B, their table 3
+ALL_OF_THEM = RunBudget(requests_per_device=1.5)
+THEIRS = PlanCandidate(MeshSpec.parse("prefill:tp4,decode:pp2tp2"), 2048)  # OPT-66B, their table 3
 
 
 def mesh(prefill: tuple[int, int, int], decode: tuple[int, int, int]) -> MeshSpec:
@@ -49,10 +49,10 @@ def test_units_are_as_few_as_fit_and_hold_everybody():
 
 def test_only_placements_that_fit_the_domains_there_are_are_tried():
     """Eight prefill workers of two devices and eight decode workers of one: four domains hold them, three do not."""
-    three, four = (Space(devices, (1, 2), (1,), (512,), domain_devices=8) for devices in (24, 32))
+    three, four = (CandidateSource(devices, (1, 2), (1,), (512,), domain_devices=8) for devices in (24, 32))
     pools = MeshSpec.parse("prefill:8xtp2,decode:8xtp1")
     assert not three._has_paired_form(pools) and four._has_paired_form(pools)
-    among = [each for each in Space(8, (4,), (1, 2), (512,), domain_devices=8) if each.domain_devices]
+    among = [each for each in CandidateSource(8, (4,), (1, 2), (512,), domain_devices=8) if each.domain_devices]
     assert [str(each.mesh) for each in among] == ["prefill:tp4,decode:tp4"]
     assert "pairs within 8 devices" in str(among[0])
 
@@ -60,11 +60,11 @@ def test_only_placements_that_fit_the_domains_there_are_are_tried():
 def opt_66b(device_bytes_per_s: float, text: str = "mix:512+200") -> Problem:
     lengths = read_workload(text)
     builder = CandidateBuilder(plain_settings(2048), published("opt-66b"), device_bytes_per_s, NVLINK)
-    return Problem(Workload(lengths), Objectives(2.5, 0.15), builder.build, NODE)
+    return Problem(WorkloadSpec(lengths), Objectives(2.5, 0.15), builder.build, NODE)
 
 
-def link_rps(candidate: Candidate, device_bytes_per_s: float) -> float:
-    return Arithmetic(opt_66b(device_bytes_per_s)).limits(candidate).link
+def link_rps(candidate: PlanCandidate, device_bytes_per_s: float) -> float:
+    return CapacityModel(opt_66b(device_bytes_per_s)).limits(candidate).link
 
 
 def test_ten_requests_of_512_tokens_of_opt_66b_need_90_gbps_as_published():
@@ -92,17 +92,17 @@ def test_over_a_fast_network_the_same_pools_do_as_well_wherever_they_stand():
 
 
 def test_a_part_of_a_placement_still_pairs():
-    whole = Candidate(MeshSpec.parse("prefill:8xtp2,decode:4xtp4"), 512, domain_devices=NODE)
+    whole = PlanCandidate(MeshSpec.parse("prefill:8xtp2,decode:4xtp4"), 512, domain_devices=NODE)
     part, parts = whole.part(least_devices=16)
     assert parts == 2 and len(paired(part.mesh, NODE)) == 2
 
 
 def test_within_a_domain_kv_crosses_no_uplink():
     builder = CandidateBuilder(plain_settings(1200), lambda place: (LINES, 10_000), 5.0, 100.0)
-    links = builder.build(Candidate(MeshSpec.parse("prefill:2xtp1,decode:2xtp1"), 512, domain_devices=2)).links
+    links = builder.build(PlanCandidate(MeshSpec.parse("prefill:2xtp1,decode:2xtp1"), 512, domain_devices=2)).links
     for destination, seconds in (("decode-0", 1.0), ("decode-1", 10.0)):
         links.start(destination, (("out", WorkerId("prefill-0")), ("in", WorkerId(destination))), 100.0, 0.0)
         assert links.next_end_s == pytest.approx(seconds)
         links.finish(seconds)
-    alone = builder.build(Candidate(MeshSpec.parse("prefill:tp1,decode:tp1"), 512))
+    alone = builder.build(PlanCandidate(MeshSpec.parse("prefill:tp1,decode:tp1"), 512))
     assert {each.kv_token_bytes for each in alone.workers} == {TOKEN_BYTES}

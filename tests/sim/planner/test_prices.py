@@ -3,10 +3,10 @@
 import pytest
 
 from jdisagg.core.worker_config import Role
-from jdisagg.sim.planner.limits import Limits
+from jdisagg.sim.planner.limits import CapacityLimits
 from jdisagg.sim.planner.problem import Problem
 from jdisagg.sim.planner.recommendation import prefill_share, token_prices
-from jdisagg.sim.planner.search import BoundedCandidate, Shortlisted, Trial
+from jdisagg.sim.planner.search import BoundedCandidate, ShortlistEntry, TrialResult
 from tests.sim.planner.cases import candidate, problem
 
 DAY_S = 86400.0
@@ -14,11 +14,11 @@ DAY_S = 86400.0
 
 def shortlisted(
     mesh: str, busy: dict[Role, float], rate_rps: float = 10.0, prompt_device_s: float = 0.1
-) -> Shortlisted:
+) -> ShortlistEntry:
     one = candidate(mesh)
-    limits = Limits(99.0, 99.0, 99.0, 99.0, 99.0, prompt_device_s, 0.01)
-    trial = Trial(rate_rps, 0.95, 0.96, 0.97, 0.5, 0.02, busy)
-    return Shortlisted(BoundedCandidate(one, limits, 9.0), (rate_rps / one.devices,), trial, trial)
+    limits = CapacityLimits(99.0, 99.0, 99.0, 99.0, 99.0, prompt_device_s, 0.01)
+    trial = TrialResult(rate_rps, 0.95, 0.96, 0.97, 0.5, 0.02, busy)
+    return ShortlistEntry(BoundedCandidate(one, limits, 9.0), (rate_rps / one.devices,), trial, trial)
 
 
 def day() -> tuple[Problem, float]:

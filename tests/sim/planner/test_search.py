@@ -2,14 +2,14 @@
 
 import pytest
 
-from jdisagg.sim.planner.limits import Infeasible
+from jdisagg.sim.planner.limits import InfeasibleError
 from jdisagg.sim.planner.problem import Objectives
 from jdisagg.sim.planner.recommendation import binding, headroom, recommend, total, vary
 from jdisagg.sim.planner.search import highest
-from jdisagg.sim.planner.space import Kind, Space
+from jdisagg.sim.planner.space import CandidateSource, Kind
 from tests.sim.planner.cases import Lines, problem, search
 
-SMALL = Space(3, tps=(1,), pps=(1,), chunks=(512,))
+SMALL = CandidateSource(3, tps=(1,), pps=(1,), chunks=(512,))
 TIGHT = Objectives(1.0, 0.015)  # prompts between steps of 10 ms leave no time
 LOOSE = Objectives(1.0, 0.2)
 
@@ -85,12 +85,12 @@ def test_other_objectives_can_have_another_winner(tight):
 def test_one_device_is_nothing_to_split():
     asked = problem(devices=1, lines=Lines(step_s=1e-3))
     trying = search(asked, 1)
-    recommendation = recommend(asked, trying.over(Space(1, (1,), (1,), (512,))), trying.tolerance)
+    recommendation = recommend(asked, trying.over(CandidateSource(1, (1,), (1,), (512,))), trying.tolerance)
     assert not recommendation.should_disaggregate and "1 device" in recommendation.lines[0]
 
 
 def test_objectives_nothing_can_keep_are_told_with_the_reasons():
-    with pytest.raises(Infeasible, match=r"none of 3 configurations keeps .*unloaded TTFT of 102 ms .* 20 ms"):
+    with pytest.raises(InfeasibleError, match=r"none of 3 configurations keeps .*unloaded TTFT of 102 ms .* 20 ms"):
         search(problem(devices=3, objectives=Objectives(0.02, 0.03))).over(SMALL)
 
 

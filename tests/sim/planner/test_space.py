@@ -4,26 +4,26 @@ import pytest
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.worker_config import TransferMode
-from jdisagg.sim.planner.space import Kind, Space, devices_of
+from jdisagg.sim.planner.space import CandidateSource, Kind, devices_of
 from tests.sim.planner.cases import candidate
 
 
 def test_no_configuration_takes_more_than_there_is_or_comes_twice():
     for fill in (True, False):
-        found = list(Space(12, chunks=(512,), fill=fill))
+        found = list(CandidateSource(12, chunks=(512,), fill=fill))
         assert len(found) == len(set(found))
         assert all(2 <= each.devices <= 12 or each.kind is Kind.SINGLE for each in found)
         assert all(pool.pp == 1 for each in found for pool in each.mesh.pools if pool.role == "prefill")
 
 
 def test_a_full_configuration_has_no_room_for_another_of_its_workers():
-    for each in Space(12, chunks=(512,)):
+    for each in CandidateSource(12, chunks=(512,)):
         assert all(12 - each.devices < devices_of(pool) // pool.count for pool in each.mesh.pools), each
 
 
 def test_all_three_architectures_are_there_from_two_devices_on():
-    assert {each.kind for each in Space(1, chunks=(512,))} == {Kind.SINGLE}
-    assert {each.kind for each in Space(2, chunks=(512,))} == set(Kind)
+    assert {each.kind for each in CandidateSource(1, chunks=(512,))} == {Kind.SINGLE}
+    assert {each.kind for each in CandidateSource(2, chunks=(512,))} == set(Kind)
 
 
 def test_a_part_keeps_proportions_and_the_least_of_devices():
@@ -38,7 +38,7 @@ def test_a_part_keeps_proportions_and_the_least_of_devices():
 
 
 def test_neighbours_differ_in_one_thing():
-    space = Space(4, chunks=(256, 512, 1024))
+    space = CandidateSource(4, chunks=(256, 512, 1024))
     split = list(space.neighbours(candidate("prefill:tp1,decode:tp1", 1024)))
     assert [(each.chunk_tokens, each.transfer) for each in split] == [
         (512, TransferMode.CHUNK),
@@ -49,12 +49,12 @@ def test_neighbours_differ_in_one_thing():
 
 
 def test_prefill_stages_are_tried_where_they_are_asked_for():
-    found = {str(pool) for each in Space(4, chunks=(512,), prefill_pps=(1, 2)) for pool in each.mesh.pools}
+    found = {str(pool) for each in CandidateSource(4, chunks=(512,), prefill_pps=(1, 2)) for pool in each.mesh.pools}
     assert {"prefill:tp2", "prefill:pp2"} <= found
 
 
 def test_an_empty_space_is_refused():
     with pytest.raises(ConfigError, match="0 devices"):
-        Space(0)
+        CandidateSource(0)
     with pytest.raises(ConfigError, match="no tps"):
-        Space(8, tps=())
+        CandidateSource(8, tps=())

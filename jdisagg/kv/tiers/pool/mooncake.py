@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 
 from jdisagg.kv.tiers.pool.open import HEAD, frame_into, key_of, unframe
-from jdisagg.kv.tiers.stores import Good, PoolFailed
+from jdisagg.kv.tiers.stores import Good, PoolError
 
 if find_spec("mooncake") is None:
     raise ModuleNotFoundError("No module named 'mooncake'", name="mooncake")
@@ -92,7 +92,7 @@ class MooncakePool:
         """Returns the client's code for each key. Raises PoolError if it does not answer in time."""
         until_s, codes = time.monotonic() + self._timeout_s, list[int]()
         if not self._batch_lock.acquire(timeout=self._timeout_s):
-            raise PoolFailed(f"the pool: no turn for {what} within {self._timeout_s:g} s")
+            raise PoolError(f"the pool: no turn for {what} within {self._timeout_s:g} s")
         try:
             client = self._started(until_s, HEAD.size + record_bytes)
             size = max(1, client.staging_bytes // (HEAD.size + record_bytes))
@@ -108,7 +108,7 @@ class MooncakePool:
             return codes
         except (OSError, EOFError) as error:
             self._end()
-            raise PoolFailed(f"the pool: {what}: {type(error).__name__}: {str(error)[:200]}") from error
+            raise PoolError(f"the pool: {what}: {type(error).__name__}: {str(error)[:200]}") from error
         finally:
             self._batch_lock.release()
 
@@ -119,7 +119,7 @@ class MooncakePool:
         if self._client is None:
             self._client = _Client(self._how, max(BATCH_BYTES, frame_bytes), self._enter)
         if not self._client.is_started(until_s):
-            raise PoolFailed(f"the pool: no client of {self._how['master']} yet")
+            raise PoolError(f"the pool: no client of {self._how['master']} yet")
         return self._client
 
     def _end(self) -> None:
@@ -135,7 +135,7 @@ def _good_pages(what: str, codes: Sequence[int], good: list[bool]) -> Good:
     """Returns which pages succeeded. Raises PoolError if none did for another reason than absence or a full pool."""
     strange = sorted({code for code in codes if code < 0} - {*ABSENT, *FULL, *BROKEN})
     if strange and not any(good):
-        raise PoolFailed(f"the pool: {what}: Mooncake says {', '.join(map(str, strange))}")
+        raise PoolError(f"the pool: {what}: Mooncake says {', '.join(map(str, strange))}")
     return tuple(good)
 
 

@@ -16,7 +16,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from jdisagg.kv.tiers.pool.open import framed, key_of, unframe
-from jdisagg.kv.tiers.stores import Good, PoolFailed
+from jdisagg.kv.tiers.stores import Good, PoolError
 
 THREADS = 8
 
@@ -38,7 +38,7 @@ class ObjectPool:
         try:
             return tuple(self._threads.map(one, names, records))
         except (BaseError, OSError) as error:
-            raise PoolFailed(f"the pool: {type(error).__name__}: {str(error)[:200]}") from error
+            raise PoolError(f"the pool: {type(error).__name__}: {str(error)[:200]}") from error
 
     def _put(self, name: bytes, record: np.ndarray) -> bool:
         key = key_of(self._fingerprint, name)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.kv.tiers.records import DIGEST_BYTES, digest_of
-from jdisagg.kv.tiers.stores import Store
+from jdisagg.kv.tiers.stores import PageStore
 
 BACKENDS = {
     "redis": "redis",
@@ -26,7 +26,7 @@ TTL_S = 24 * 3600.0  # time to live of a page after its last use
 TIMEOUT_S = 2.0  # per batch; a longer wait rarely pays
 
 
-def open_pool(url: str, fingerprint: str, *, ttl_s: float = TTL_S, timeout_s: float = TIMEOUT_S) -> Store:
+def open_pool(url: str, fingerprint: str, *, ttl_s: float = TTL_S, timeout_s: float = TIMEOUT_S) -> PageStore:
     """Opens the pool of `url`. Raises ConfigError if there is no such backend or its package is missing."""
     scheme = url.partition("://")[0]
     backend = BACKENDS.get(scheme)

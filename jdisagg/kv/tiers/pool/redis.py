@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from jdisagg.kv.tiers.pool.open import framed, key_of, unframe
-from jdisagg.kv.tiers.stores import Good, PoolFailed
+from jdisagg.kv.tiers.stores import Good, PoolError
 
 BATCH_BYTES = 8 << 20  # per pipeline, so that its replies never fill the memory of both ends
 
@@ -64,7 +64,7 @@ class RedisPool:
         try:
             return pipeline.execute(raise_on_error=False)
         except (redis.RedisError, OSError) as error:
-            raise PoolFailed(f"the pool: {type(error).__name__}: {str(error)[:200]}") from error
+            raise PoolError(f"the pool: {type(error).__name__}: {str(error)[:200]}") from error
 
     def close(self) -> None:
         self._client.close()

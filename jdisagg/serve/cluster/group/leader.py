@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from jdisagg.cluster.membership import GroupPlace
+from jdisagg.cluster.membership import GroupRank
 from jdisagg.core.codec import decode_as, encode
 from jdisagg.core.dispatch_digest import EVERY, DigestComparison, RunningDigest
 from jdisagg.core.errors import JdisaggError, PeerMismatch, TransferTimeout
@@ -408,7 +408,7 @@ WARM_S = 600.0  # the longest wait for members that warm longer than the leader
 class LeaderStart:
     """The start of a leader, once all its members have joined."""
 
-    def __init__(self, settings: Settings, place: GroupPlace, over: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, place: GroupRank, over: Callable[[str], None]) -> None:
         """Waits for the members. `over` gets the reason for the group's end. Raises ConfigError, GroupUnfilled."""
         self.place, self._settings = place, settings
         self._assembly = Assembly(meeting_of(settings, place), card_of(settings, place))
@@ -468,7 +468,7 @@ class LeaderStart:
 class MemberStart:
     """The start of a member that the leader has admitted; its methods follow the leader's start step by step."""
 
-    def __init__(self, settings: Settings, place: GroupPlace, over: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, place: GroupRank, over: Callable[[str], None]) -> None:
         """Connects to the leader. Raises GroupUnfilled, and PeerMismatch for a refusal."""
         self.place, self._settings = place, settings
         self.stream: GroupStream = join_leader(meeting_of(settings, place), card_of(settings, place))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 import jdisagg
-from jdisagg.cluster.membership import GroupPlace
+from jdisagg.cluster.membership import GroupRank
 from jdisagg.core.codec import decode_as
 from jdisagg.core.dispatch_digest import EVERY, RunningDigest
 from jdisagg.core.errors import ConfigError, JdisaggError, MeshError, TransportError
@@ -254,7 +254,7 @@ def worker_of(settings: Settings) -> WorkerMesh:
     return own[0]
 
 
-def devices_each(settings: Settings, place: GroupPlace) -> int:
+def devices_each(settings: Settings, place: GroupRank) -> int:
     """Returns the number of the worker's devices in each process. Raises MeshError."""
     number = len(worker_of(settings).device_ids)
     if number % place.size:
@@ -265,7 +265,7 @@ def devices_each(settings: Settings, place: GroupPlace) -> int:
     return number // place.size
 
 
-def card_of(settings: Settings, place: GroupPlace) -> MemberInfo:
+def card_of(settings: Settings, place: GroupRank) -> MemberInfo:
     """Returns the description of this process for the others of its group."""
     files = model_files(settings)
     names = [each.name for each in fields(settings) if each.metadata["group"] in SHARED_GROUPS or each.name in SHARED]
@@ -275,7 +275,7 @@ def card_of(settings: Settings, place: GroupPlace) -> MemberInfo:
     return MemberInfo(place.group, place.rank, place.size, version, jax.__version__, model, flags, now_s)
 
 
-def meeting_of(settings: Settings, place: GroupPlace) -> Meeting:
+def meeting_of(settings: Settings, place: GroupRank) -> Meeting:
     server, client = kv_contexts(settings)
     wait_s = settings.group_wait_s
     return Meeting(place.coordinator, read_secret(settings), time.monotonic() + wait_s, wait_s, server, client)
@@ -286,7 +286,7 @@ class World:
     """The address, ranks and timeouts with which JAX's world is formed."""
 
     address: str  # of JAX's coordinator, which is rank 0
-    place: GroupPlace
+    place: GroupRank
     silence_s: float
     wait_s: float
 
@@ -317,7 +317,7 @@ def free_port(coordinator: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def worker_devices(devices: Sequence[Any], place: GroupPlace, each: int) -> list[Any]:
+def worker_devices(devices: Sequence[Any], place: GroupRank, each: int) -> list[Any]:
     """Returns the devices of the group's worker, process by process. Raises MeshError if a member has too few."""
     found = list[Any]()
     for rank in range(place.size):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.core.errors import RequestError
-from jdisagg.model.chat_template import SpecialText
+from jdisagg.model.chat_template import SpecialTokens
 from jdisagg.model.tokenizer import Tokenizer
 from jdisagg.serve.frontends.http.schema import brief
 from jdisagg.serve.frontends.structured import SCHEMA, Form
@@ -247,7 +247,7 @@ def parsers_of(tokenizer: Tokenizer, tools: str = AUTO, reasoning: str = AUTO) -
 
 
 def reads_of(
-    parsers: Parsers, tools: Tools | None, prompt: str, special: SpecialText, skip_special: bool
+    parsers: Parsers, tools: Tools | None, prompt: str, special: SpecialTokens, skip_special: bool
 ) -> Callable[[], Told] | None:
     """What begins to read an answer to `prompt`; None where all of it is content."""
     hidden = special.pattern if skip_special else None
