@@ -19,7 +19,7 @@ CLEAN = {key: value for key, value in as_users().items() if not key.startswith("
 
 
 def use(setting: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = f"from jdisagg import compile_cache; print(compile_cache.use({setting!r}))"
+    code = f"from jdisagg import devices; print(devices.use({setting!r}))"
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**CLEAN, **environment}, check=False
     )

@@ -35,7 +35,7 @@ def numbers(pattern: str, said: str) -> list[float]:
 def test_the_calculator_tells_weights_active_ones_and_bytes_of_a_token(folder: Path, capsys):
     assert calc.main(["calc", f"--model={folder}", "--tokens=4096"]) == 0
     said, published = capsys.readouterr().out, PUBLISHED[folder.name]
-    weights, active = numbers(r"([\d.]+) B weights, ([\d.]+) B of them", said)
+    active, weights = numbers(r"([\d.]+) B of ([\d.]+) B weights act on a token", said)
     assert weights == pytest.approx(published.weights, rel=5e-3) and active == pytest.approx(published.active, rel=0.2)
     token_bytes = published.config["num_hidden_layers"] * published.kv_numbers * 2
     assert f"{calc.decimal(token_bytes)} = {calc.binary(token_bytes)} of KV a token" in said
@@ -47,7 +47,7 @@ def test_the_calculator_tells_weights_active_ones_and_bytes_of_a_token(folder: P
 def test_the_calculator_says_nothing_of_experts_where_there_are_none(capsys):
     assert calc.main(["calc", "--model=llama3-8b", "--tokens=64"]) == 0
     said = capsys.readouterr().out
-    assert "8.03 B weights\n" in said and "experts" not in said
+    assert "131.1 KB = 128 KiB of KV a token" in said and "experts" not in said and "weights" not in said
 
 
 def test_a_workload_is_simulated(folder: Path, tmp_path: Path, capsys):

@@ -19,7 +19,7 @@ from tests.serve.cluster.processes import Cluster, private, until
 
 MISTAKES = {
     ("--role=baker",): "roles are router, prefill, decode",
-    ("--role=router", "--router=127.0.0.1:1"): "names both routers",
+    ("--role=router", "--router=127.0.0.1:1"): "is for workers and fronts",
     ("--role=router",): "need --secret_file=FILE",
     ("--role=router", "--secret_file=/dev/null"): "has 0 bytes, needs 16",
     ("--role=router", "--secret_file=pyproject.toml"): "pyproject.toml has mode 0",
