@@ -367,7 +367,7 @@ def story(values: flags.FlagValues, report_module: ModuleType, reported: Simulat
         "rate": f"{reported.rate_rps:.4g} requests/s",
         "simulated": f"{outcome.span_s:,.0f} s in {reported.took_s:.1f} s",
     }
-    return report_module.Story(
+    return report_module.ReportContent(
         title=f"{facts['model']} on {values.mesh}, simulated",
         command="python -m jdisagg sim " + shlex.join(sys.argv[1:]),
         facts=facts,

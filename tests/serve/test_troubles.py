@@ -44,7 +44,13 @@ def test_a_worker_that_said_goodbye_is_not_missed() -> None:
 def test_health_tells_what_is_wrong_while_requests_are_served() -> None:
     service, metrics = ScriptedService(), Metrics("tiny")
     with serving(create_app(service, FrontSettings(), metrics)) as url:
-        assert httpx.get(f"{url}/health").json() == {"status": "ok", "live": True, "ready": True, "why": []}
+        assert httpx.get(f"{url}/health").json() == {
+            "status": "ok",
+            "live": True,
+            "ready": True,
+            "why": [],
+            "model_fingerprint": "",
+        }
         metrics.observe("router", LOST, service.now_s())
         metrics.journal_dropped()
         degraded = httpx.get(f"{url}/health")
