@@ -92,10 +92,11 @@ class RoutingRequest:
 
 
 class Candidate(NamedTuple):
-    """One worker for one phase. Candidates sort by rank, then cost, then requests served, then name."""
+    """One worker for one phase. Candidates sort by rank, cost, cached tokens, requests served and name, in this order."""
 
     rank: int  # an index into RANKS
     cost: float
+    uncached: int  # negated cached tokens for cache_aware, since prefill costs whole chunks; 0 for the baselines
     served: int
     worker: WorkerId
     parts: Parts  # the terms of the cost
@@ -107,9 +108,9 @@ class Candidate(NamedTuple):
         return RANKS[self.rank]
 
     @property
-    def score(self) -> tuple[int, float, int, str]:
+    def score(self) -> tuple[int, float, int, int, str]:
         """Returns the key by which candidates sort."""
-        return (self.rank, self.cost, self.served, self.worker)
+        return (self.rank, self.cost, self.uncached, self.served, self.worker)
 
 
 class Pair(NamedTuple):
@@ -328,7 +329,7 @@ def choose_pair(
             costs = [random_cost(routed)] * 3
         case Routing.LEAST_LOADED:
             costs = [work_cost] * 3
-    return _joined(routing, *[_best(kind, cost) for kind, cost in zip(kinds, costs, strict=True)])
+    return _joined(routing, *[_best(kind, cost, is_baseline=True) for kind, cost in zip(kinds, costs, strict=True)])
 
 
 def _cache_aware(
@@ -357,12 +358,17 @@ def _cache_aware(
 
 def _candidate(look: WorkerSnapshot, parts: Parts) -> Candidate:
     cost = parts[0][1] + parts[1][1] if len(parts) == 2 else total(parts)
-    return Candidate(FAILED if look.avoided else PREFERRED, cost, look.served, look.worker, parts, look)
+    rank = FAILED if look.avoided else PREFERRED
+    return Candidate(rank, cost, -look.cached_tokens, look.served, look.worker, parts, look)
 
 
-def _best(snapshots: Sequence[WorkerSnapshot], cost: CostFunction) -> tuple[Candidate, ...]:
+def _best(
+    snapshots: Sequence[WorkerSnapshot], cost: CostFunction, *, is_baseline: bool = False
+) -> tuple[Candidate, ...]:
     """Returns the best candidates with room, best first, as many as a choice lists."""
     able = [_candidate(look, cost(look)) for look in snapshots if look.has_room]
+    if is_baseline:
+        able = [each._replace(uncached=0) for each in able]
     # No two workers have the same name, so the comparison never reaches `parts`.
     return tuple(heapq.nsmallest(SHOWN, able) if len(able) > FEW else sorted(able)[:SHOWN])
 

@@ -134,6 +134,15 @@ def test_a_held_prefix_is_worth_a_queue_up_to_its_length():
     assert taken(holder, idle, d0) == ("p1", "d0")
 
 
+def test_of_workers_of_equal_cost_the_one_with_more_of_the_prefix_is_taken():
+    """A chunk costs as much half full: 244 tokens take as long as the 228 that a worker with one page computes."""
+    forecast = CostForecast(prefill=lambda look, tokens: -(-tokens // 64) * 64.0)
+    holder, idle = look("p1", Role.PREFILL, served=9, cached=16), look("p0", Role.PREFILL)
+    routed = RoutingRequest(prompt_tokens=244, forecast=forecast)
+    assert taken(holder, idle, look("d0", Role.DECODE), routed=routed, routing=Routing.CACHE_AWARE) == ("p1", "d0")
+    assert taken(holder, idle, look("d0", Role.DECODE)) == ("p0", "d0"), "least_loaded does not look at prefixes"
+
+
 def conversation(prompt_tokens=600):
     """The next turn of one: a token shipped costs 0.1, one computed by a decode worker 2."""
     forecast = CostForecast(
