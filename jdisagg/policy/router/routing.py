@@ -92,7 +92,7 @@ class RoutingRequest:
 
 
 class Candidate(NamedTuple):
-    """One worker for one phase. Candidates sort by rank, cost, cached tokens, requests served and name, in this order."""
+    """One worker for one phase. Candidates sort by rank, cost, cached tokens, requests served, name, in this order."""
 
     rank: int  # an index into RANKS
     cost: float
