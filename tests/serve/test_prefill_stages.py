@@ -60,4 +60,4 @@ def test_prefill_stages_answer_as_one_mesh_does_and_their_journal_replays(
         assert {each.layers for each in parts} >= layers
     (journal,) = tmp_path.iterdir()
     assert replay.main(["replay", str(journal)]) == 0
-    assert re.search(r"^\d+ events, same decisions$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^\d+ events, same decisions; model ", capsys.readouterr().out, re.MULTILINE)

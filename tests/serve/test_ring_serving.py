@@ -114,5 +114,5 @@ def test_a_rings_journal_replays(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert answers(llm) == expected
     (journal,) = tmp_path.iterdir()
     assert replay.main(["replay", str(journal)]) == 0
-    assert re.search(r"^\d+ events, same decisions$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^\d+ events, same decisions; model ", capsys.readouterr().out, re.MULTILINE)
     assert replay.main(["replay", "--virtual", str(journal)]) == 0

@@ -98,7 +98,7 @@ def test_debug_of_the_router_speaks_of_what_other_processes_did(stack: Cluster):
     names = set(stack.pages())
     decision = stack.debug("decisions?n=1")["decisions"][0]
     assert set(decision["taken"].values()) == names
-    assert " costs " in decision["reason"] and "(work 0 + " in decision["reason"]
+    assert " costs " in decision["reason"] and "(queue " in decision["reason"]
     (trace,) = stack.debug(f"requests/{decision['request_id']}")["requests"]
     assert trace["phase"] == "finished" and set(trace["workers"].values()) == names
     assert {"Reserved", "Progress", "Ended"} <= {message["message"] for message in trace["messages"]}
