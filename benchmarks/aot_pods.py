@@ -71,7 +71,7 @@ def report_of(pod: str, folder: Path) -> dict[str, Any]:
     if not path.exists():
         model = shallow(Path(FLAGS.model), FLAGS.layers, folder) if FLAGS.layers else FLAGS.model
         given = [f"--model={model}", f"--mesh={mesh}", f"--target={target}", f"--json={path}", *SIZES]
-        done = subprocess.run([sys.executable, "-m", "jdisagg aot", *given], check=False)
+        done = subprocess.run([sys.executable, "-m", "jdisagg", "aot", *given], check=False)
         if done.returncode:
             raise RuntimeError(f"{pod}: jdisagg aot ended with {done.returncode}")
     return json.loads(path.read_text())

@@ -75,7 +75,7 @@ def report_of(folder, *arguments):
     """The finished process, in a Python of its own, and its report."""
     (folder / "config.json").write_text(json.dumps(TINY))
     report = folder / "report.json"
-    command = [sys.executable, "-m", "jdisagg aot", f"--model={folder}", f"--json={report}", *arguments]
+    command = [sys.executable, "-m", "jdisagg", "aot", f"--model={folder}", f"--json={report}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=as_users(), check=False)
     assert report.exists(), done.stdout + done.stderr
     return done, json.loads(report.read_text())

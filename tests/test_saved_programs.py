@@ -103,7 +103,7 @@ def test_a_whole_start_compiles_no_program_that_was_made_ahead(tmp_path: Path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    told = ran("jdisagg aot", f"--save={folder}", "--target=cpu:2")
+    told = ran("jdisagg", "aot", f"--save={folder}", "--target=cpu:2")
     made = {path.name for path in folder.glob("*-cache")}
     number = json.loads((folder / saved_programs.MANIFEST).read_text())["programs"]
     assert told == f"{number} programs in {folder}: start by --compile_cache_dir={folder}\n"
