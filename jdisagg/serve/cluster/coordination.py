@@ -136,7 +136,7 @@ class RedisLease:
             self._redis: Any = importlib.import_module("redis")
         except ImportError as error:
             raise ConfigError(
-                f'--coordination={_without_password(url)} needs redis-py: pip install "jdisagg[pool]"'
+                f'--coordination={_without_password(url)} needs redis-py: pip install "redis[hiredis]"'
             ) from error
         plain, _, name = url.partition("#")
         self._url, self._address, self._ttl_ms = plain, address, max(1, round(1000 * ttl_s))
