@@ -491,8 +491,6 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
-TERMINAL = frozenset({Phase.FINISHED, Phase.CANCELLED, Phase.FAILED})
-
 # From each phase, the phases that may follow. Back to QUEUED means: prefill again with the tokens so far, among which
 # a text that ends the answer may be found meanwhile.
 PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
